@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""zerojax: ZeRO stages 0-3 for JAX. The public names, nothing else."""
+
+from zerojax.loss import LossFn
+from zerojax.memory import memory_report
+from zerojax.mesh import make_mesh, simulate_devices
+from zerojax.placement import init_state, shard_batch
+from zerojax.plan import Plan, make_plan
+from zerojax.precision import Precision
+from zerojax.stage import Stage
+from zerojax.state import TrainState
+from zerojax.step import Step, make_eval_step, make_train_step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LossFn",
+    "Plan",
+    "Precision",
+    "Stage",
+    "Step",
+    "TrainState",
+    "init_state",
+    "make_eval_step",
+    "make_mesh",
+    "make_plan",
+    "make_train_step",
+    "memory_report",
+    "shard_batch",
+    "simulate_devices",
+]

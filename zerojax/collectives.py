@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gather and scatter for both partitioners: the only file that names a lax collective.
+
+The rest of the library writes what one device does, as a function of the parameters at rest, the
+device's own rows and a key. A partitioner runs that function on every device:
+
+  Manual  shard_map: a shard is a local array, and a collective is the one written here.
+  Auto    vmap over the devices' rows, on global arrays: a shard is an array with a sharding
+          constraint, a sum over devices is a sum over the mapped dimension, and XLA inserts the
+          collective that turns one layout into the other.
+
+Both see the same rows, the same keys and the same order of operations, so they compute the same
+numbers. The mapped dimension keeps per-device values apart, so that Auto too can hold a gradient
+local over several microbatches and reduce it once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+PyTree = Any
+# What one device does: (parameters at rest, its rows of the batch, key) -> results.
+PerDevice = Callable[[PyTree, PyTree, jax.Array], PyTree]
+
+
+@dataclasses.dataclass(frozen=True)
+class Manual:
+    """shard_map, with every collective written out."""
+
+    mesh: Mesh
+    axis: str
+
+    def per_device(self, fn: PerDevice, param_specs: PyTree, out_specs: PyTree) -> PerDevice:
+        """Returns `fn` run on every device, as a function of global arrays.
+
+        Args:
+          fn: what one device does. Its results must agree with `out_specs`: a result is whole and
+            equal everywhere (P()), or a shard.
+          param_specs: specs of the first argument. The second is split by rows, the third whole.
+          out_specs: specs of the results.
+        """
+        in_specs = (param_specs, P(self.axis), P())
+        return jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+
+    def gather(self, x: jax.Array, spec: P) -> jax.Array:
+        """A shard, or a replicated array, becomes this device's own whole copy."""
+        dim = split_dim(spec, self.axis)
+        if dim is None:
+            return self.local(x)
+        return lax.all_gather(x, self.axis, axis=dim, tiled=True)
+
+    def scatter(self, x: jax.Array, spec: P) -> jax.Array:
+        """Sums the devices' whole arrays and keeps this device's shard, or all if none is cut."""
+        dim = split_dim(spec, self.axis)
+        if dim is None:
+            return self.all_reduce(x)
+        return lax.psum_scatter(self.local(x), self.axis, scatter_dimension=dim, tiled=True)
+
+    def all_reduce(self, x: jax.Array) -> jax.Array:
+        """Sums over the devices; the result is equal on all of them."""
+        return lax.psum(self.local(x), self.axis)
+
+    def local(self, x: jax.Array, spec: P = P()) -> jax.Array:
+        """Marks a replicated array as one that may differ between devices from here on.
+
+        Without it the gradient of a replicated array is summed over the devices at once, an
+        all-reduce that stages 1 and 2 must not have.
+        """
+        if self.axis in jax.typeof(x).manual_axis_type.varying:
+            return x
+        return lax.pcast(x, self.axis, to="varying")
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto:
+    """NamedSharding constraints on global arrays; XLA inserts the collectives."""
+
+    mesh: Mesh
+    axis: str
+
+    def per_device(self, fn: PerDevice, param_specs: PyTree, out_specs: PyTree) -> PerDevice:
+        """As Manual.per_device; specs are held by the constraints in gather and scatter."""
+        del param_specs, out_specs
+        num_devices = self.mesh.shape[self.axis]
+        mapped = jax.vmap(
+            fn,
+            in_axes=(None, 0, None),
+            out_axes=None,
+            axis_name=self.axis,
+            axis_size=num_devices,
+            spmd_axis_name=self.axis,
+        )
+
+        def run(params, batch, key):
+            def rows(x):
+                return self._constrain(x.reshape(num_devices, -1, *x.shape[1:]), P(self.axis))
+
+            return mapped(params, jax.tree.map(rows, batch), key)
+
+        return run
+
+    def gather(self, x: jax.Array, spec: P) -> jax.Array:
+        """As Manual.gather. The first constraint pins the cast to the shard, before the wire."""
+        return self._constrain(self._constrain(x, spec), P())
+
+    def scatter(self, x: jax.Array, spec: P) -> jax.Array:
+        """As Manual.scatter."""
+        return self._constrain(lax.psum(x, self.axis), spec)
+
+    def all_reduce(self, x: jax.Array) -> jax.Array:
+        """As Manual.all_reduce."""
+        return self.scatter(x, P())
+
+    def local(self, x: jax.Array, spec: P = P()) -> jax.Array:
+        """A value with one copy per device stays with its device; a shared one rests on `spec`."""
+        return self._constrain(x, spec)
+
+    def _constrain(self, x: jax.Array, spec: P) -> jax.Array:
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+
+PARTITIONERS = {"manual": Manual, "auto": Auto}
+
+
+def device_index(axis: str) -> jax.Array:
+    """This device's position on the axis, inside `per_device`."""
+    return lax.axis_index(axis)
+
+
+def split_dim(spec: P, axis: str) -> int | None:
+    """The dimension of an array that `spec` splits over `axis`, or None."""
+    for dim, names in enumerate(spec):
+        if names == axis or (isinstance(names, tuple) and axis in names):
+            return dim
+    return None

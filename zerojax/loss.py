@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract with the user's loss function: a sum, and what to divide it by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.paths import leaf_path
+
+PyTree = Any
+# (params, batch, key) -> (loss_sum, weight), or ((loss_sum, weight), aux)
+LossFn = Callable[[PyTree, PyTree, jax.Array], Any]
+
+
+class Sums(NamedTuple):
+    """What a loss function returns, in at least fp32, ready to be added over slices of a batch."""
+
+    loss_sum: jax.Array
+    weight: jax.Array
+    aux: PyTree = None
+
+    def map(self, fn: Callable[[jax.Array], jax.Array]) -> Sums:
+        """The sums with `fn` applied to each array."""
+        return jax.tree.map(fn, self)
+
+    def metrics(self) -> dict[str, Any]:
+        """Per unit of weight: `loss`, `weight`, and `aux` if there is one."""
+        metrics = {"loss": self.loss_sum / self.weight, "weight": self.weight}
+        if self.aux is not None:
+            metrics["aux"] = jax.tree.map(lambda x: x / self.weight, self.aux)
+        return metrics
+
+
+def call_loss(loss_fn: LossFn, params: PyTree, batch: PyTree, key: jax.Array) -> Sums:
+    """Calls the loss function and checks what it returned.
+
+    Raises:
+      ValueError: it is not (loss_sum, weight) or ((loss_sum, weight), aux) with real scalars.
+    """
+    out = loss_fn(params, batch, key)
+    aux = None
+    if isinstance(out, tuple | list) and len(out) == 2 and isinstance(out[0], tuple | list):
+        out, aux = out
+    if not (isinstance(out, tuple | list) and len(out) == 2):
+        raise ValueError(
+            f"the loss function returned {_summary(out)}; it must return (loss_sum, weight) or "
+            "((loss_sum, weight), aux). Return the sum of the losses and their number (or the sum "
+            "of the mask), not a mean: zerojax divides once, over all devices and microbatches."
+        )
+    for name, value in zip(("loss_sum", "weight"), out, strict=True):
+        shape, dtype = jnp.shape(value), jnp.result_type(value)
+        if shape or jnp.issubdtype(dtype, jnp.complexfloating):
+            raise ValueError(
+                f"the loss function returned a {name} of shape {shape} and type {dtype}; it must "
+                "be a real scalar. Sum it over the rows and tokens of the batch."
+            )
+    for path, value in jax.tree.leaves_with_path(aux):
+        if not jnp.issubdtype(jnp.result_type(value), jnp.number):
+            raise ValueError(
+                f"aux leaf {leaf_path(path)!r} is of type {jnp.result_type(value)}; aux holds sums "
+                "that are divided by the weight. Return a number, or drop it."
+            )
+    return Sums(*out, aux).map(accumulable)
+
+
+def accumulable(x: jax.Array) -> jax.Array:
+    """Casts to a dtype in which many terms can be added: fp32 or wider."""
+    return jnp.asarray(x, dtype=jnp.promote_types(jnp.result_type(x), jnp.float32))
+
+
+def _summary(out: Any) -> str:
+    if isinstance(out, tuple | list):
+        return f"a {type(out).__name__} of {len(out)}"
+    if hasattr(out, "shape"):
+        return f"an array of shape {out.shape}" if out.shape else "a scalar"
+    return f"a {type(out).__name__}"

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One array's shape -> which dimension is split over a mesh axis, or the reason it stays whole."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jax.sharding import PartitionSpec as P
+
+
+class Split(NamedTuple):
+    """Where an array is cut.
+
+    Attributes:
+      spec: the array's PartitionSpec once cut; the base spec if it stays whole.
+      dim: the dimension cut, or None.
+      reason: why this dimension, or why none; one short phrase for a table.
+    """
+
+    spec: P
+    dim: int | None
+    reason: str
+
+
+def split(
+    shape: tuple[int, ...], num_shards: int, axis: str, *, stacked: bool = False, base: P = P()
+) -> Split:
+    """Cuts the largest dimension that divides by `num_shards`; the first of equals.
+
+    Only divisibility decides: small arrays are cut too. Among equals the first dimension wins,
+    because gathering along it needs no transpose afterwards.
+
+    Args:
+      shape: the array's shape.
+      num_shards: size of the mesh axis.
+      axis: name of the mesh axis.
+      stacked: the first dimension counts stacked layers, and is never cut: a layer must be
+        gathered from every device, not owned by one.
+      base: mesh axes that other forms of parallelism already put on the array. Their dimensions
+        are left to them.
+
+    Returns:
+      A Split.
+
+    Example:
+      >>> split((12, 64, 256), 8, "data", stacked=True)[1:]
+      (2, 'dim 2, 256 / 8')
+      >>> split((17, 3), 8, "data")[1:]
+      (None, '17, 3 do not divide by 8')
+    """
+    if num_shards == 1:
+        return Split(base, None, "one device")
+    taken = {dim for dim, name in enumerate(base) if name is not None}
+    dims = [d for d in range(1 if stacked else 0, len(shape)) if d not in taken]
+    if not dims:
+        return Split(base, None, "a scalar per layer" if stacked else "a scalar")
+    fits = [d for d in dims if shape[d] and shape[d] % num_shards == 0]
+    if not fits:
+        sizes = [str(shape[d]) for d in dims]
+        verb = "does not divide" if len(sizes) == 1 else "do not divide"
+        return Split(base, None, f"{', '.join(sizes)} {verb} by {num_shards}")
+    dim = max(fits, key=lambda d: (shape[d], -d))
+    names = [*base, *[None] * (len(shape) - len(base))]
+    names[dim] = axis
+    while names and names[-1] is None:
+        names.pop()
+    return Split(P(*names), dim, f"dim {dim}, {shape[dim]} / {num_shards}")

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Putting things where the plan says: the state is born there, a batch is moved there."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+
+from zerojax.paths import leaf_path
+from zerojax.plan import Plan
+from zerojax.state import PyTree, TrainState, new_state
+
+
+def init_state(plan: Plan, key: jax.Array) -> TrainState:
+    """Creates the training state, every leaf as the shards it will live in.
+
+    The whole initialisation is compiled for the plan's shardings, so that each device computes
+    its own shards. With JAX's partitionable random numbers (the default) the values do not depend
+    on the number of devices or the stage.
+
+    Args:
+      plan: from `make_plan`.
+      key: a typed key, such as `jax.random.key(0)`. It is not consumed: it may be used again.
+
+    Raises:
+      ValueError: `key` is not one typed key of JAX's default implementation.
+    """
+    expected = plan.abstract_state.key.dtype
+    found = getattr(key, "dtype", type(key).__name__)
+    if found != expected or np.shape(key) != ():
+        raise ValueError(
+            f"key is of type {found} and shape {np.shape(key)}; the state holds one {expected}. "
+            "Pass jax.random.key(seed); for another implementation set jax_default_prng_impl "
+            "before make_plan."
+        )
+    build = functools.partial(
+        new_state,
+        plan.init_params,
+        plan.optimizer,
+        plan.precision,
+        [leaf.trained for leaf in plan.params],
+    )
+    return jax.jit(build, out_shardings=plan.state_shardings)(key)
+
+
+def shard_batch(host_batch: PyTree, plan: Plan) -> PyTree:
+    """Splits a batch by rows over the devices.
+
+    Args:
+      host_batch: a pytree of arrays; the first dimension of each counts rows, the same number in
+        all. With several processes, each passes its own rows.
+      plan: from `make_plan`.
+
+    Returns:
+      The batch as global arrays of the plan's `batch_sharding`.
+
+    Raises:
+      ValueError: a leaf has no rows, leaves disagree on them, or they do not divide by the
+        number of devices.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, zerojax as zj
+      >>> init = lambda key: {"w": jnp.zeros((8, 8))}
+      >>> plan = zj.make_plan(init, optax.sgd(0.1), zj.make_mesh(8), stage=2)
+      >>> batch = zj.shard_batch({"x": np.ones((16, 8))}, plan)
+      >>> batch["x"].addressable_shards[0].data.shape
+      (2, 8)
+    """
+    check_rows(host_batch, len(plan.mesh.local_devices))
+    place = functools.partial(jax.make_array_from_process_local_data, plan.batch_sharding)
+    return jax.tree.map(place, host_batch)
+
+
+def check_rows(batch: PyTree, num_devices: int, microbatches: int = 1) -> None:
+    """Raises ValueError unless every leaf has the same rows, a multiple of devices x microbatches.
+
+    Args:
+      batch: a pytree of arrays or of their shapes.
+      num_devices: devices that share these rows.
+      microbatches: number of slices that each device makes of its rows.
+    """
+    leaves = [(leaf_path(path), np.shape(x)) for path, x in jax.tree.leaves_with_path(batch)]
+    if not leaves:
+        raise ValueError("the batch has no arrays; pass a pytree whose leaves have rows.")
+    first_path, first_shape = leaves[0]
+    for path, shape in leaves:
+        if not shape:
+            raise ValueError(
+                f"batch leaf {path!r} is a scalar; the first dimension of every leaf counts rows. "
+                "Repeat it per row, or close over it in the loss function."
+            )
+        if shape[0] != first_shape[0]:
+            raise ValueError(
+                f"batch leaf {path!r} has {shape[0]} rows and {first_path!r} has "
+                f"{first_shape[0]}; all leaves of a batch need the same rows."
+            )
+    rows, multiple = first_shape[0], num_devices * microbatches
+    if rows == 0 or rows % multiple:
+        slices = f" x {microbatches} microbatches" if microbatches > 1 else ""
+        near = " or ".join(str(n) for n in (rows - rows % multiple, rows + -rows % multiple) if n)
+        raise ValueError(
+            f"batch leaf {first_path!r} has {rows} rows, not a multiple of {num_devices} "
+            f"devices{slices} = {multiple}. Use {near or multiple} rows: drop some, or pad with "
+            "rows of weight 0."
+        )

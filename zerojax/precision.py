@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which dtype each thing has: parameters at rest, compute and gathers, reductions, the master."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+DType = Any  # anything jnp.dtype accepts
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """The dtypes of a plan. They apply to real floating leaves; other leaves keep their own.
+
+    Attributes:
+      params: parameters at rest.
+      compute: the dtype in which weights are gathered and the loss function receives them.
+      reduce: the dtype in which gradients cross the wire. Several microbatches accumulate in
+        at least fp32 whatever this says.
+      master: if given, the optimizer updates a copy of the parameters in this dtype and
+        `params` is rounded from it. It rests beside the optimizer state and is split like it.
+
+    Example:
+      >>> import dataclasses
+      >>> dataclasses.replace(PRECISIONS["bf16_master"], reduce=jnp.float32).bytes_per_param()
+      (2, 4, 4)
+    """
+
+    params: DType = jnp.float32
+    compute: DType = jnp.float32
+    reduce: DType = jnp.float32
+    master: DType | None = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            dtype = getattr(self, field.name)
+            if dtype is None and field.name == "master":
+                continue
+            try:
+                valid = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+            except TypeError:
+                valid = False
+            if not valid:
+                raise ValueError(
+                    f"Precision.{field.name} is {dtype!r}, which is not a floating dtype. "
+                    "Use one such as jnp.float32 or jnp.bfloat16."
+                )
+
+    def bytes_per_param(self) -> tuple[int, int, int]:
+        """Bytes per parameter at rest, of its gradient on the wire, and of its master copy."""
+        sizes = [jnp.dtype(dtype).itemsize for dtype in (self.params, self.reduce)]
+        return sizes[0], sizes[1], jnp.dtype(self.master).itemsize if self.master else 0
+
+
+PRECISIONS = {
+    "fp32": Precision(),
+    # fp32 at rest; half the bytes in every gather; sums of gradients stay exact to fp32.
+    "bf16": Precision(compute=jnp.bfloat16),
+    # The paper's 16 bytes: 2 (parameter) + 2 (gradient) + 4 (master) + 8 (Adam).
+    "bf16_master": Precision(jnp.bfloat16, jnp.bfloat16, jnp.bfloat16, jnp.float32),
+}
+
+
+def get_precision(precision: str | Precision) -> Precision:
+    """Returns the Precision of that name, or the one given. Raises ValueError for others."""
+    if isinstance(precision, Precision):
+        return precision
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f"precision is {precision!r}; the named ones are {', '.join(PRECISIONS)}. "
+            "Pass one of them, or a zerojax.Precision for dtypes of your own."
+        )
+    return PRECISIONS[precision]
+
+
+def cast(x: jax.Array, dtype: DType) -> jax.Array:
+    """Casts a real floating array; integers, booleans, complex numbers and keys pass through."""
+    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x

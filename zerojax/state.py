@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TrainState: everything a run carries from step to step, and how one is made from its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zerojax.precision import Precision, cast
+
+PyTree = Any
+
+
+class TrainState(NamedTuple):
+    """Arrays only, so that it saves, donates and maps like any pytree.
+
+    Attributes:
+      step: int32 scalar, the number of updates made.
+      params: the parameters as the user's `init_params` arranges them.
+      opt_state: what `optimizer.init` returned, for the trained leaves.
+      key: the run's PRNG key. A step draws from `fold_in(key, step)`, so a resumed run repeats
+        the same dropout.
+      master: the trained leaves in the precision's master dtype, or None if it has no master.
+    """
+
+    step: jax.Array
+    params: PyTree
+    opt_state: PyTree
+    key: jax.Array
+    master: PyTree = None
+
+
+def select(params: PyTree, trained: Sequence[bool]) -> PyTree:
+    """The tree with every leaf that is not trained replaced by optax.MaskedNode."""
+    leaves, treedef = jax.tree.flatten(params)
+    kept = [x if keep else optax.MaskedNode() for x, keep in zip(leaves, trained, strict=True)]
+    return treedef.unflatten(kept)
+
+
+def merge(params: PyTree, trained: PyTree) -> PyTree:
+    """The tree `params` with the leaves of `trained`, a result of `select`, put in their places."""
+    leaves, treedef = jax.tree.flatten(params)
+    updated = treedef.flatten_up_to(trained)
+    masked = optax.MaskedNode
+    return treedef.unflatten(
+        [old if isinstance(new, masked) else new for old, new in zip(leaves, updated, strict=True)]
+    )
+
+
+def new_state(
+    init_params: Callable[[jax.Array], PyTree],
+    optimizer: optax.GradientTransformation,
+    precision: Precision,
+    trained: Sequence[bool],
+    key: jax.Array,
+) -> TrainState:
+    """The state of step 0; pure, so it is traced for shapes and compiled for shardings.
+
+    The master copy is taken before the parameters are rounded to their dtype at rest.
+    """
+    init_key, run_key = jax.random.split(key)
+    initial = init_params(init_key)
+    params = jax.tree.map(lambda x: cast(x, precision.params), initial)
+    master, optimized = None, select(params, trained)
+    if precision.master is not None:
+        master = jax.tree.map(lambda x: cast(x, precision.master), select(initial, trained))
+        optimized = master
+    opt_state = strong(optimizer.init(optimized))
+    return TrainState(jnp.zeros((), jnp.int32), strong(params), opt_state, run_key, strong(master))
+
+
+def strong(tree: PyTree) -> PyTree:
+    """Drops weak types, which would make the second step compile again."""
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype=x.dtype) if hasattr(x, "dtype") else x, tree)

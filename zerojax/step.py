@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled training step: gradients device by device, the optimizer in the global view."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax.collectives import device_index
+from zerojax.gradients import gather_params, make_gradients, rest_specs, update_specs
+from zerojax.loss import LossFn, Sums, accumulable, call_loss
+from zerojax.mesh import DATA
+from zerojax.paths import leaf_path
+from zerojax.placement import check_rows
+from zerojax.plan import Plan
+from zerojax.precision import cast
+from zerojax.state import PyTree, TrainState, merge, select, strong
+
+Metrics = dict[str, Any]
+
+
+def make_train_step(
+    loss_fn: LossFn, plan: Plan, *, microbatches: int = 1, skip_nonfinite: bool = False
+) -> Step:
+    """Returns `step(state, batch) -> (state, metrics)`, one optimizer update, compiled.
+
+    The loss function is ordinary single-device code. It sees whole parameters in the compute
+    dtype and some rows of the batch, and returns a SUM over those rows and what to divide it by.
+    Sums and weights are added over microbatches and devices and divided once, so padding, unequal
+    weights, accumulation and the number of devices do not change the result.
+
+    Args:
+      loss_fn: `(params, batch, key) -> (loss_sum, weight)` or `((loss_sum, weight), aux)`; two
+        scalars, and a tree of sums that are divided by the same weight. The key differs between
+        steps, microbatches and devices.
+      plan: from `make_plan`.
+      microbatches: how many slices each device makes of its rows, one after another.
+      skip_nonfinite: if any gradient is not finite, leave the whole state as it was, bit by bit,
+        and report `skipped` = 1 in the metrics.
+
+    Returns:
+      A Step. The state given to it is donated: use the one it returns. `metrics` is a dict of
+      scalars on the device: `loss` (per unit of weight), `weight` (the sum), `grad_norm` (global,
+      before any clipping by the optimizer), `aux` if the loss function has it, and `skipped` with
+      `skip_nonfinite`.
+
+    Raises:
+      ValueError: when called or lowered: the loss function returns something else, the rows do
+        not divide by devices x microbatches, or the state belongs to another plan.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, zerojax as zj
+      >>> init = lambda key: {"w": jnp.zeros((8, 8))}
+      >>> def loss_fn(params, batch, key):
+      ...     error = batch["x"] @ params["w"] - batch["y"]
+      ...     return jnp.sum(error**2), error.size
+      >>> plan = zj.make_plan(init, optax.adam(0.1), zj.make_mesh(8), stage=3)
+      >>> step = zj.make_train_step(loss_fn, plan)
+      >>> state = zj.init_state(plan, jax.random.key(0))
+      >>> batch = zj.shard_batch({"x": jnp.eye(8), "y": 2 * jnp.eye(8)}, plan)
+      >>> for _ in range(3):
+      ...     state, metrics = step(state, batch)
+      ...     print(f"{metrics['loss']:.4f}")
+      0.5000
+      0.4513
+      0.4052
+    """
+    if microbatches < 1:
+        raise ValueError(f"microbatches is {microbatches}; pass 1 or more.")
+    gradients = make_gradients(loss_fn, plan, microbatches)
+
+    def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        check_rows(batch, plan.num_devices, microbatches)
+        sums, grad_sums = gradients(state, batch)
+        grads = jax.tree.map(lambda g: accumulable(g) / sums.weight, grad_sums)
+        metrics = sums.metrics()
+        metrics["grad_norm"] = optax.tree.norm(grads)
+        new = _update(plan, state, grads, metrics["loss"])
+        if skip_nonfinite:
+            finite = jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]).all()
+            new = jax.tree.map(functools.partial(jnp.where, finite), new, state)
+            metrics["skipped"] = 1 - finite.astype(jnp.int32)
+        return new, metrics
+
+    return Step(train_step, plan, microbatches=microbatches, donate=True)
+
+
+def make_eval_step(loss_fn: LossFn, plan: Plan) -> Step:
+    """Returns `eval_step(state, batch) -> metrics`: `loss`, `weight` and `aux`, no update.
+
+    The state is not donated. To combine several batches, weigh each loss by its `weight`.
+
+    Args:
+      loss_fn: as for `make_train_step`; pass the variant without dropout if there is one.
+      plan: from `make_plan`.
+    """
+
+    def device_sums(params: PyTree, batch: PyTree, key: jax.Array) -> Sums:
+        whole = gather_params(plan, params)
+        key = jax.random.fold_in(key, device_index(DATA))
+        return call_loss(loss_fn, whole, batch, key).map(plan.partitioner.all_reduce)
+
+    def eval_step(state: TrainState, batch: PyTree) -> Metrics:
+        check_rows(batch, plan.num_devices)
+        key = jax.random.fold_in(state.key, state.step)
+        run = plan.partitioner.per_device(device_sums, rest_specs(plan), P())
+        return run(state.params, batch, key).metrics()
+
+    return Step(eval_step, plan, microbatches=1, donate=False)
+
+
+class Step:
+    """A jitted function of a plan's state and a batch, with errors that say what to mend.
+
+    `step(state, batch)` and `step.lower(plan.abstract_state, abstract_batch)` are those of
+    `step.jitted`, the function that `jax.jit` returned.
+    """
+
+    def __init__(self, fn: Callable[..., Any], plan: Plan, *, microbatches: int, donate: bool):
+        self.plan = plan
+        self.microbatches = microbatches
+        replicated = NamedSharding(plan.mesh, P())
+        outputs = (plan.state_shardings, replicated) if donate else replicated
+        self.jitted = jax.jit(
+            fn,
+            in_shardings=(plan.state_shardings, plan.batch_sharding),
+            out_shardings=outputs,
+            donate_argnums=(0,) if donate else (),
+        )
+
+    def __call__(self, state: TrainState, batch: PyTree) -> Any:
+        """Runs the step. With `make_train_step` the state is donated."""
+        try:
+            return self.jitted(state, batch)
+        except (TypeError, ValueError):
+            check_state(self.plan, state)
+            check_rows(batch, self.plan.num_devices, self.microbatches)
+            raise
+
+    def lower(self, abstract_state: TrainState, abstract_batch: PyTree) -> jax.stages.Lowered:
+        """Lowers for shapes, without arrays; `.compile()` gives the program."""
+        check_state(self.plan, abstract_state)
+        return self.jitted.lower(abstract_state, abstract_batch)
+
+
+def check_state(plan: Plan, state: TrainState) -> None:
+    """Raises ValueError, naming the first leaf that differs, unless the state is of this plan."""
+    remedy = (
+        "Use the plan that made the state, or make the state for this plan with zerojax.init_state."
+    )
+    if not isinstance(state, TrainState):
+        raise ValueError(
+            f"state is a {type(state).__name__}; pass the TrainState from zerojax.init_state."
+        )
+    expected = dict(_flat(plan.abstract_state))
+    found = dict(_flat(state))
+    for path in [*expected, *found]:
+        if path not in found or path not in expected:
+            where = "this plan" if path in expected else "the state"
+            raise ValueError(f"state leaf {path!r} exists only in {where}. {remedy}")
+    for path, want in expected.items():
+        have = found[path]
+        if have.shape != want.shape or have.dtype != want.dtype:
+            raise ValueError(
+                f"state leaf {path!r} is {have.dtype}{list(have.shape)}; the plan says "
+                f"{want.dtype}{list(want.shape)}. {remedy}"
+            )
+        sharding = getattr(have, "sharding", None)
+        if sharding is None or not sharding.is_equivalent_to(want.sharding, len(want.shape)):
+            raise ValueError(
+                f"state leaf {path!r} {list(have.shape)} is placed as {sharding}; the plan "
+                f"(stage {plan.stage.number}, {plan.num_devices} devices) says {want.sharding}. "
+                f"{remedy}"
+            )
+
+
+def _flat(tree: PyTree) -> list[tuple[str, Any]]:
+    return [(leaf_path(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
+
+
+def _update(plan: Plan, state: TrainState, grads: PyTree, loss: jax.Array) -> TrainState:
+    """One optimizer update in the global view: the optimizer sees whole arrays, XLA slices them."""
+    trained = [leaf.trained for leaf in plan.params]
+    place = functools.partial(_constrain, plan, specs=update_specs(plan))
+    # With a master copy, it is what the optimizer updates, and parameters are rounded from it.
+    weights = select(state.params, trained) if state.master is None else state.master
+    weights = place(weights)
+    grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
+    optimizer = optax.with_extra_args_support(plan.optimizer)
+    updates, opt_state = optimizer.update(grads, state.opt_state, weights, value=loss, grad=grads)
+    weights = place(optax.apply_updates(weights, updates))
+    rounded = place(jax.tree.map(lambda w: cast(w, plan.precision.params), weights))
+    rest = [leaf.rest for leaf in plan.params if leaf.trained]
+    new = TrainState(
+        step=state.step + 1,
+        params=merge(state.params, _constrain(plan, rounded, rest)),
+        opt_state=strong(opt_state),
+        key=state.key,
+        master=None if state.master is None else weights,
+    )
+    for (path, want), (_, have) in zip(_flat(plan.abstract_state), _flat(new), strict=True):
+        if want.dtype != have.dtype or want.shape != have.shape:
+            raise ValueError(
+                f"the optimizer turned state leaf {path!r} from {want.dtype}{list(want.shape)} "
+                f"into {have.dtype}{list(have.shape)}; a state must keep its types from step to "
+                "step. Set the optimizer's dtype arguments (such as mu_dtype) to match."
+            )
+    return new
+
+
+def _constrain(plan: Plan, tree: PyTree, specs: list[P]) -> PyTree:
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(
+        lax.with_sharding_constraint(x, NamedSharding(plan.mesh, spec))
+        for x, spec in zip(leaves, specs, strict=True)
+    )
