@@ -37,9 +37,7 @@ def make_gradients(
     def zeros(x: jax.ShapeDtypeStruct, spec: P = P()) -> jax.Array:
         return place.local(accumulable(jnp.zeros(x.shape, x.dtype)), spec)
 
-    def one_slice(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[Sums, list[jax.Array]]:
-        whole = gather_params(plan, params)
-
+    def one_slice(whole: PyTree, batch: PyTree, key: jax.Array) -> tuple[Sums, list[jax.Array]]:
         def loss(weights: PyTree) -> tuple[jax.Array, Sums]:
             sums = call_loss(loss_fn, merge(whole, weights), batch, key)
             return sums.loss_sum, sums
@@ -50,23 +48,25 @@ def make_gradients(
             for grad, spec, now in zip(jax.tree.leaves(grads), specs, early, strict=True)
         ]
 
-    def all_slices(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[Sums, list[jax.Array]]:
+    def all_slices(whole: PyTree, batch: PyTree, key: jax.Array) -> tuple[Sums, list[jax.Array]]:
         slices = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
         first = jax.tree.map(lambda x: x[0], slices)
-        sums, grads = jax.eval_shape(one_slice, params, first, key)
+        sums, grads = jax.eval_shape(one_slice, whole, first, key)
         shard_specs = [spec if now else P() for spec, now in zip(specs, early, strict=True)]
         carry = sums.map(zeros), [zeros(*x) for x in zip(grads, shard_specs, strict=True)]
 
         def add(carry: PyTree, xs: tuple[jax.Array, PyTree]) -> tuple[PyTree, None]:
             index, rows = xs
-            terms = one_slice(params, rows, jax.random.fold_in(key, index))
+            terms = one_slice(whole, rows, jax.random.fold_in(key, index))
             return jax.tree.map(lambda total, x: total + accumulable(x), carry, terms), None
 
         return lax.scan(add, carry, (jnp.arange(microbatches), slices))[0]
 
     def on_device(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[Sums, list[jax.Array]]:
         key = jax.random.fold_in(key, device_index(DATA))
-        sums, grads = (all_slices if microbatches > 1 else one_slice)(params, batch, key)
+        # Once per step: XLA would move the gather out of the loop over microbatches anyway.
+        whole = gather_params(plan, params)
+        sums, grads = (all_slices if microbatches > 1 else one_slice)(whole, batch, key)
         done = [
             grad if now else reduce(grad, spec)
             for grad, spec, now in zip(grads, specs, early, strict=True)

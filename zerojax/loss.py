@@ -64,7 +64,8 @@ def call_loss(loss_fn: LossFn, params: PyTree, batch: PyTree, key: jax.Array) ->
                 f"aux leaf {leaf_path(path)!r} is of type {jnp.result_type(value)}; aux holds sums "
                 "that are divided by the weight. Return a number, or drop it."
             )
-    return Sums(*out, aux).map(accumulable)
+    loss_sum, weight = out
+    return Sums(loss_sum, weight, aux).map(accumulable)
 
 
 def accumulable(x: jax.Array) -> jax.Array:

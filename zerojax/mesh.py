@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -44,9 +45,7 @@ def simulate_devices(num_devices: int) -> None:
         )
 
 
-def make_mesh(
-    num_devices: int | None = None, *, devices: Sequence[jax.Device] | None = None
-) -> Mesh:
+def make_mesh(num_devices: int | None = None, *, devices: Sequence[Any] | None = None) -> Mesh:
     """Returns a mesh of one axis, "data", over every device or over the first `num_devices`.
 
     Args:

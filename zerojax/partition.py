@@ -65,3 +65,12 @@ def split(
     while names and names[-1] is None:
         names.pop()
     return Split(P(*names), dim, f"dim {dim}, {shape[dim]} / {num_shards}")
+
+
+def format_spec(spec: P) -> str:
+    """A spec as it is printed: "whole", or the axis of every dimension.
+
+    >>> format_spec(P()), format_spec(P(None, "data"))
+    ('whole', "(None, 'data')")
+    """
+    return str(tuple(spec)) if any(spec) else "whole"

@@ -35,14 +35,14 @@ def init_state(plan: Plan, key: jax.Array) -> TrainState:
             "Pass jax.random.key(seed); for another implementation set jax_default_prng_impl "
             "before make_plan."
         )
-    build = functools.partial(
-        new_state,
-        plan.init_params,
-        plan.optimizer,
-        plan.precision,
-        [leaf.trained for leaf in plan.params],
-    )
-    return jax.jit(build, out_shardings=plan.state_shardings)(key)
+    return init_program(plan)(key)
+
+
+def init_program(plan: Plan) -> jax.stages.Wrapped:
+    """The compiled function from a key to the state, on the plan's shardings."""
+    trained = [leaf.trained for leaf in plan.params]
+    build = functools.partial(new_state, plan.init_params, plan.optimizer, plan.precision, trained)
+    return jax.jit(build, out_shardings=plan.state_shardings)
 
 
 def shard_batch(host_batch: PyTree, plan: Plan) -> PyTree:

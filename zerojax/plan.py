@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax import collectives
 from zerojax.leaves import Leaf, at_rest, opt_state_leaves, param_leaves
 from zerojax.mesh import DATA, check_mesh
+from zerojax.partition import format_spec
 from zerojax.paths import PathRule
 from zerojax.precision import Precision, get_precision
 from zerojax.stage import Stage, get_stage
@@ -208,13 +209,12 @@ def _describe(plan: Plan) -> str:
     """What print(plan) shows: every parameter, what else stays whole, and the totals."""
     rows = []
     for leaf in plan.params:
-        spec = str(tuple(leaf.rest)) if any(leaf.rest) else "whole"
         why = leaf.split.reason
         if leaf.split.dim is not None and not plan.stage.splits_opt_state:
             why = "stage 0 splits nothing"
         elif leaf.split.dim is not None and not plan.stage.splits_params:
             why = f"optimizer state: {why}"
-        cells = [leaf.path, str(leaf.array.shape), str(leaf.array.dtype), spec]
+        cells = [leaf.path, str(leaf.array.shape), str(leaf.array.dtype), format_spec(leaf.rest)]
         size = format_bytes(plan.bytes_per_device(leaf))
         rows.append([*cells, size, why if leaf.trained else f"{why}; frozen"])
     header = ["params", "shape", "dtype", "at rest", "per device", "why"]

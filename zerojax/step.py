@@ -18,6 +18,7 @@ from zerojax.collectives import device_index
 from zerojax.gradients import gather_params, make_gradients, rest_specs, update_specs
 from zerojax.loss import LossFn, Sums, accumulable, call_loss
 from zerojax.mesh import DATA
+from zerojax.partition import format_spec
 from zerojax.paths import leaf_path
 from zerojax.placement import check_rows
 from zerojax.plan import Plan
@@ -175,10 +176,12 @@ def check_state(plan: Plan, state: TrainState) -> None:
             )
         sharding = getattr(have, "sharding", None)
         if sharding is None or not sharding.is_equivalent_to(want.sharding, len(want.shape)):
+            count = len(sharding.device_set) if sharding else 0
             raise ValueError(
-                f"state leaf {path!r} {list(have.shape)} is placed as {sharding}; the plan "
-                f"(stage {plan.stage.number}, {plan.num_devices} devices) says {want.sharding}. "
-                f"{remedy}"
+                f"state leaf {path!r} {list(have.shape)} is "
+                f"{format_spec(getattr(sharding, 'spec', P()))} over {count} devices; the plan "
+                f"(stage {plan.stage.number}) says {format_spec(want.sharding.spec)} over "
+                f"{plan.num_devices}. {remedy}"
             )
 
 
