@@ -72,7 +72,7 @@ def make_train_step(
       ...     print(f"{metrics['loss']:.4f}")
       0.5000
       0.4513
-      0.4052
+      0.4051
     """
     if microbatches < 1:
         raise ValueError(f"microbatches is {microbatches}; pass 1 or more.")

@@ -1,0 +1,35 @@
+# Every target does its own set-up: on a fresh clone with nothing installed, `make train` works.
+#   make train ARGS="--stage 2 --devices 4 --steps 50 --out DIR"
+# On a host with NVIDIA GPUs, CUDA wheels are installed too (CUDA=cuda13 for CUDA 13).
+
+CUDA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda12)
+ARGS ?=
+RUN = .venv/bin/python -m
+comma = ,
+.PHONY: env train test test-full bench lint clean
+
+env: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt scripts/env.sh
+	@sh scripts/env.sh ".[dev$(if $(CUDA),$(comma)$(CUDA))]"
+	@touch $@
+
+train: env
+	@$(RUN) scripts.train $(ARGS)
+
+test: env
+	@$(RUN) pytest -m "not full" $(ARGS)
+
+test-full: env
+	@$(RUN) pytest -m full $(ARGS)
+
+bench: env
+	@$(RUN) scripts.bench $(ARGS)
+
+lint: env
+	@.venv/bin/ruff format --check .
+	@.venv/bin/ruff check .
+	@.venv/bin/pyright
+
+clean:
+	rm -rf .venv out dist

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shape of the code: imports point down, files stay small, names are public on purpose."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+
+import pytest
+
+import zerojax
+
+ROOT = pathlib.Path(__file__).parent.parent
+FLOORS = {
+    "stage": 0,
+    "precision": 0,
+    "partition": 0,
+    "paths": 0,
+    "table": 0,
+    "mesh": 0,
+    "collectives": 1,
+    "loss": 1,
+    "state": 1,
+    "leaves": 2,
+    "plan": 3,
+    "placement": 4,
+    "memory": 4,
+    "gradients": 4,
+    "step": 5,
+    "__init__": 6,
+}
+FILES = sorted((ROOT / "zerojax").glob("*.py"))
+
+
+def imported(tree):
+    """Modules of zerojax that a file imports, wherever in the file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("zerojax"):
+            inside = node.module.removeprefix("zerojax").removeprefix(".")
+            yield from [inside] if inside else [alias.name for alias in node.names]
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.startswith("zerojax")]
+            yield from (name.removeprefix("zerojax").removeprefix(".") for name in names)
+
+
+def rises(name, source):
+    return [other for other in imported(ast.parse(source)) if FLOORS[other] >= FLOORS[name]]
+
+
+def test_every_file_has_a_floor_and_imports_point_down():
+    assert {path.stem for path in FILES} == set(FLOORS)
+    for path in FILES:
+        assert rises(path.stem, path.read_text()) == [], path.name
+
+
+def test_an_import_upwards_is_noticed():
+    assert rises("plan", "from zerojax.step import Step") == ["step"]
+    assert rises("plan", "def f():\n    from zerojax import memory") == ["memory"]
+    assert rises("plan", "from zerojax.stage import Stage") == []
+
+
+@pytest.mark.parametrize("folder", ["zerojax", "models", "scripts"])
+def test_files_and_functions_are_small(folder):
+    """No file over 300 lines (models: 350), no function over 60 without its docstring."""
+    for path in sorted((ROOT / folder).glob("*.py")):
+        source = path.read_text()
+        assert len(source.splitlines()) <= (350 if folder == "models" else 300), path.name
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef):
+                first = node.body[1] if ast.get_docstring(node) and node.body[1:] else node.body[0]
+                length = (node.end_lineno or 0) - first.lineno + 1
+                assert length <= 60, f"{path.name}: {node.name} has {length} lines"
+
+
+def test_the_library_can_be_read_in_an_afternoon():
+    assert sum(len(path.read_text().splitlines()) for path in FILES) < 3000
+
+
+def test_public_names():
+    assert sorted(zerojax.__all__) == [
+        "LossFn",
+        "Plan",
+        "Precision",
+        "Stage",
+        "Step",
+        "TrainState",
+        "init_state",
+        "make_eval_step",
+        "make_mesh",
+        "make_plan",
+        "make_train_step",
+        "memory_report",
+        "shard_batch",
+        "simulate_devices",
+    ]
+    assert all(getattr(zerojax, name).__doc__ for name in zerojax.__all__ if name != "LossFn")
+
+
+def test_only_one_file_names_a_collective():
+    names = ("psum", "all_gather", "psum_scatter", "ppermute", "pmean", "all_to_all", "axis_index")
+    for path in FILES:
+        used = {
+            n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)
+        }
+        assert path.stem == "collectives" or not used & set(names), path.name
+
+
+def test_the_library_imports_neither_flax_nor_private_jax():
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                modules = [getattr(node, "module", None) or "", *(a.name for a in node.names)]
+                assert not any("flax" in m or m.startswith("jax._src") for m in modules), path.name
+
+
+def test_the_project_speaks_of_itself_alone():
+    """No address of a package index and no absolute path of a machine in any text file."""
+    words = ["/" + "work/", "/" + "root/", "index" + "-url", "find" + "-links", "pypi" + ".org"]
+    suffixes = {".py", ".md", ".toml", ".txt", ".sh", ".yaml", ".yml", ".ipynb", ""}
+    skip = {".git", ".venv", "out", "dist", "LICENSE"}
+    for path in ROOT.rglob("*"):
+        parts = path.relative_to(ROOT).parts
+        if path.is_file() and path.suffix in suffixes and not skip & set(parts):
+            if any(part.startswith(".") and part.endswith("_cache") for part in parts):
+                continue
+            text = path.read_text()
+            assert not [word for word in words if word in text], path
