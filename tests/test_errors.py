@@ -185,6 +185,17 @@ def test_a_state_from_another_plan(other, parts):
     assert not state.params["w"].is_deleted()
 
 
+def test_a_batch_on_another_device():
+    plan = plan_of()
+    batch = jax.device_put(rows(x=(16, 16)), jax.devices()[3])
+    state = zj.init_state(plan, jax.random.key(0))
+    with pytest.raises(
+        ValueError, match=r"'x' \[16, 16\] is committed to 1 .* zerojax.shard_batch"
+    ):
+        zj.make_train_step(good_loss, plan)(state, batch)
+    zj.make_train_step(good_loss, plan)(state, zj.shard_batch(batch, plan))
+
+
 def test_a_state_that_is_no_state():
     plan = plan_of()
     with pytest.raises(ValueError, match="state is a dict; pass the TrainState"):

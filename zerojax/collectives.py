@@ -17,6 +17,7 @@ local over several microbatches and reduce it once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +48,22 @@ class Manual:
           out_specs: specs of the results.
         """
         in_specs = (param_specs, P(self.axis), P())
-        return jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+        mapped = functools.partial(
+            jax.shard_map, fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs
+        )
+
+        def run(*args):
+            try:
+                return mapped(check_vma=True)(*args)
+            except (TypeError, ValueError) as error:
+                # The check also types the user's code by which arrays may differ between devices,
+                # and ordinary code, such as a scan that starts from jnp.zeros, does not type. It
+                # computes the same without the check: no collective here is differentiated.
+                if "manual axis types" not in str(error):
+                    raise
+            return mapped(check_vma=False)(*args)
+
+        return run
 
     def gather(self, x: jax.Array, spec: P) -> jax.Array:
         """A shard, or a replicated array, becomes this device's own whole copy."""

@@ -144,6 +144,7 @@ class Step:
         except (TypeError, ValueError):
             check_state(self.plan, state)
             check_rows(batch, self.plan.num_devices, self.microbatches)
+            check_batch(self.plan, batch)
             raise
 
     def lower(self, abstract_state: TrainState, abstract_batch: PyTree) -> jax.stages.Lowered:
@@ -182,6 +183,18 @@ def check_state(plan: Plan, state: TrainState) -> None:
                 f"{format_spec(getattr(sharding, 'spec', P()))} over {count} devices; the plan "
                 f"(stage {plan.stage.number}) says {format_spec(want.sharding.spec)} over "
                 f"{plan.num_devices}. {remedy}"
+            )
+
+
+def check_batch(plan: Plan, batch: PyTree) -> None:
+    """Raises ValueError if a leaf is held fast by devices that are not the plan's."""
+    for path, x in _flat(batch):
+        committed = isinstance(x, jax.Array) and x.committed
+        if committed and not x.sharding.is_equivalent_to(plan.batch_sharding, x.ndim):
+            raise ValueError(
+                f"batch leaf {path!r} {list(x.shape)} is committed to {len(x.devices())} device(s) "
+                f"as {x.sharding}; the plan splits its rows over {plan.num_devices}. Pass it "
+                "through zerojax.shard_batch."
             )
 
 
