@@ -52,6 +52,22 @@ def test_one_compile(stage, partitioner, optimizer):
     assert len(events) > before
 
 
+@pytest.mark.parametrize("sabotage", [False, True])
+def test_weak_types_do_not_compile_twice(sabotage, monkeypatch):
+    """`jnp.asarray(0.1)` is weak-typed until the first update makes it a plain float32."""
+    if sabotage:
+        monkeypatch.setattr("zerojax.state.strong", lambda tree: tree)
+    optimizer = optax.GradientTransformation(
+        lambda params: jnp.asarray(0.1),
+        lambda grads, s, params=None: (jax.tree.map(lambda g: -s * g, grads), s * jnp.float32(1)),
+    )
+    plan = toy.make_plan(optimizer=optimizer)
+    step, state = zj.make_train_step(toy.loss_fn, plan), zj.init_state(plan, jax.random.key(0))
+    for batch in toy.batches(num_steps=3):
+        state, _ = step(state, batch)
+    assert step.jitted._cache_size() == (2 if sabotage else 1)
+
+
 @BOTH
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_state_is_donated(stage, partitioner):
