@@ -6,12 +6,16 @@ CUDA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda12)
 ARGS ?=
 RUN = .venv/bin/python -m
 comma = ,
-.PHONY: env train test test-full bench lint clean
+.PHONY: env train test test-full test-oldest bench lint clean
 
 env: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt scripts/env.sh
-	@sh scripts/env.sh ".[dev$(if $(CUDA),$(comma)$(CUDA))]"
+	@sh scripts/env.sh .venv constraints.txt ".[dev$(if $(CUDA),$(comma)$(CUDA))]"
+	@touch $@
+
+.venv-oldest/installed: pyproject.toml constraints-oldest.txt scripts/env.sh
+	@sh scripts/env.sh .venv-oldest constraints-oldest.txt ".[test]"
 	@touch $@
 
 train: env
@@ -20,8 +24,13 @@ train: env
 test: env
 	@$(RUN) pytest -m "not full" $(ARGS)
 
+# The exhaustive products, about 20 minutes on 2 cores.
 test-full: env
 	@$(RUN) pytest -m full $(ARGS)
+
+# The suite on the oldest JAX that is supported.
+test-oldest: .venv-oldest/installed
+	@.venv-oldest/bin/python -m pytest -m "not full" $(ARGS)
 
 bench: env
 	@$(RUN) scripts.bench $(ARGS)
@@ -32,4 +41,4 @@ lint: env
 	@.venv/bin/pyright
 
 clean:
-	rm -rf .venv out dist
+	rm -rf .venv .venv-oldest out dist
