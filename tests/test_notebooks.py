@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every notebook runs from start to end, and is kept with the outputs of such a run."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from nbformat.v4 import new_code_cell, new_notebook, new_output
+
+ROOT = pathlib.Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+ABSOLUTE_PATH = re.compile(r"(?<![\w.)/])(?:/[\w.+-]+){2,}|file://|\b[A-Za-z]:\\\w")
+REMEDY = "Run `.venv/bin/jupyter execute --inplace notebooks/*.ipynb`, look at it, and commit it."
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def kinds(cell):
+    """What a cell shows, without the values: "stdout", "image/png", "error"."""
+    shown = set()
+    for output in cell.outputs:
+        shown |= {output.name} if output.output_type == "stream" else {*output.get("data", {})}
+        shown |= {"error"} if output.output_type == "error" else set()
+    return shown
+
+
+def texts(cell):
+    for output in cell.outputs:
+        yield output.get("text", "")
+        yield from output.get("traceback", [])
+        yield from (x for kind, x in output.get("data", {}).items() if kind.startswith("text/"))
+
+
+def executed(notebook, folder):
+    """The notebook after a run in a fresh kernel that starts in `folder`; raises on any error."""
+    run = nbformat.from_dict(notebook)
+    resources = {"metadata": {"path": str(folder)}}
+    return NotebookClient(run, timeout=60, kernel_name="python3", resources=resources).execute()
+
+
+def faults(kept, run):
+    """What is wrong with the outputs kept in the file, given those of a run."""
+    found = []
+    for number, (cell, again) in enumerate(zip(code_cells(kept), code_cells(run), strict=True), 1):
+        if cell.execution_count != number:
+            found.append(f"code cell {number}: not kept from one run from start to end")
+        if kinds(cell) != kinds(again):
+            found.append(f"code cell {number}: keeps {kinds(cell)}, a run shows {kinds(again)}")
+        if kinds(cell) & {"error", "stderr"}:
+            found.append(f"code cell {number}: keeps an error or a warning")
+        for text in texts(cell):
+            if "Traceback (most recent" in text:
+                found.append(f"code cell {number}: keeps a traceback")
+            if path := ABSOLUTE_PATH.search(text):
+                found.append(f"code cell {number}: shows the absolute path {path.group()}")
+    return found
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs_and_keeps_its_outputs(path, tmp_path):
+    """It starts in a foreign folder: only imports may depend on where the project is."""
+    assert path.stat().st_size < 1_000_000
+    kept = nbformat.read(path, as_version=4)
+    nbformat.validate(kept)
+    assert faults(kept, executed(kept, tmp_path)) == [], REMEDY
+
+
+def test_there_is_a_notebook_with_pictures():
+    shown = [kinds(cell) for path in NOTEBOOKS for cell in code_cells(nbformat.read(path, 4))]
+    assert sum("image/png" in kind for kind in shown) >= 3
+
+
+def test_a_cell_that_raises_is_noticed(tmp_path):
+    """The sabotaged twin of the run."""
+    with pytest.raises(CellExecutionError, match="on purpose"):
+        executed(new_notebook(cells=[new_code_cell("raise ValueError('on purpose')")]), tmp_path)
+
+
+def one_cell(*outputs, count=1):
+    return new_notebook(cells=[new_code_cell("", outputs=list(outputs), execution_count=count)])
+
+
+def stream(text, name="stdout"):
+    return new_output("stream", name=name, text=text)
+
+
+@pytest.mark.parametrize(
+    ("kept", "run", "fault"),
+    [
+        (one_cell(), one_cell(stream("loss 1.0")), "a run shows {'stdout'}"),
+        (
+            one_cell(stream("x")),
+            one_cell(new_output("display_data", {"image/png": ""})),
+            "image/png",
+        ),
+        (one_cell(count=3), one_cell(), "not kept from one run"),
+        (one_cell(count=None), one_cell(), "not kept from one run"),
+        (one_cell(stream("careful", "stderr")), one_cell(stream("careful", "stderr")), "a warning"),
+        (one_cell(new_output("error", ename="E", traceback=["?"])), one_cell(), "an error"),
+        (
+            one_cell(stream("Traceback (most recent call last)")),
+            one_cell(stream("")),
+            "a traceback",
+        ),
+        (one_cell(stream(f"in {ROOT}/models")), one_cell(stream("")), f"the absolute path {ROOT}"),
+        (one_cell(stream("'C:\\Users\\me'")), one_cell(stream("")), "the absolute path C:"),
+        (one_cell(stream("see file:///a/b")), one_cell(stream("")), "the absolute path file:"),
+    ],
+)
+def test_sabotaged_outputs_are_noticed(kept, run, fault):
+    assert fault in " ".join(faults(kept, run))
+
+
+def test_ordinary_outputs_are_not_faults():
+    kept = one_cell(
+        stream("blocks/kernel 128 / 8, 16/N, https://arxiv.org/abs/1910.02054 loss 1.5")
+    )
+    assert faults(kept, one_cell(stream("loss 1.6"))) == []
