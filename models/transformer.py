@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One decoder-only transformer in Flax NNX: GPT-2 and Llama are choices of its config.
 
-Plain single-device code: no mesh, no sharding. Parameters are a pure dict; the equal layers are
-stacked on a leading dim under `params["blocks"]` and run by `jax.lax.scan`. Parameters are born
-fp32; whatever dtype they arrive in is the compute dtype, while norms, softmax and loss are fp32.
+Plain single-device code, with `zerojax.scan_layers` where `lax.scan` would stand: no mesh, no
+sharding. Parameters are a pure dict; the equal layers are stacked on a leading dim under
+`params["blocks"]`. Parameters are born fp32; whatever dtype they arrive in is the compute dtype,
+while norms, softmax and loss are fp32.
 
 Shape letters: B rows, T tokens of a row, C tokens of a loss chunk, D d_model, F d_ff, H heads,
 K key and value heads, E head_dim, R = E / 2, V vocabulary, L layers.
@@ -12,96 +13,15 @@ K key and value heads, E head_dim, R = E / 2, V vocabulary, L layers.
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-_CHOICES = {
-    "norm": ("layernorm", "rmsnorm"),
-    "positions": ("learned", "rope"),
-    "mlp": ("gelu", "swiglu"),
-    "remat": ("full", "none"),
-    "attention": (None, "xla", "cudnn"),
-}
-
-
-@dataclass(frozen=True)
-class TransformerConfig:
-    """The shape of a model; the defaults are GPT-2's choices. Bad sizes raise ValueError.
-
-    `loss_chunk` is how many tokens of each row have their logits in memory at a time. `attention`
-    None lets `attention_implementation` choose.
-    """
-
-    vocab_size: int
-    seq_len: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    d_model: int
-    d_ff: int
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    positions: Literal["learned", "rope"] = "learned"
-    mlp: Literal["gelu", "swiglu"] = "gelu"
-    bias: bool = True
-    tied: bool = True
-    dropout: float = 0.0
-    init_std: float = 0.02
-    remat: Literal["full", "none"] = "full"
-    loss_chunk: int = 256
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-    attention: Literal["xla", "cudnn"] | None = None
-
-    def __post_init__(self):
-        def check(ok, field, trouble, remedy):
-            if not ok:
-                raise ValueError(f"TransformerConfig.{field}: {trouble}; {remedy}.")
-
-        for field, value in vars(self).items():
-            allowed = _CHOICES.get(field, (value,))
-            check(value in allowed, field, f"{value!r} is unknown", f"choose one of {allowed}")
-            positive = type(value) is not int or value >= 1
-            check(positive, field, f"{value} is not positive", "give at least 1")
-        d, h, k = self.d_model, self.num_heads, self.num_kv_heads
-        remedy = f"the next size that does is {-(-d // h) * h}"
-        check(d % h == 0, "d_model", f"{d} does not divide by num_heads={h}", remedy)
-        remedy = f"try num_kv_heads={math.gcd(h, k)}"
-        check(h % k == 0, "num_kv_heads", f"num_heads={h} is not a multiple of {k}", remedy)
-        odd = self.positions == "rope" and self.head_dim % 2 == 1
-        trouble = f"'rope' turns pairs, and d_model / num_heads = {self.head_dim} is odd"
-        check(not odd, "positions", trouble, f"try d_model={d + h}")
-        trouble, remedy = f"{self.dropout} is not in [0, 1)", "give a probability such as 0.1"
-        check(0.0 <= self.dropout < 1.0, "dropout", trouble, remedy)
-
-    @property
-    def head_dim(self) -> int:
-        """Size of one attention head."""
-        return self.d_model // self.num_heads
-
-
-_Llama = functools.partial(
-    TransformerConfig, norm="rmsnorm", positions="rope", mlp="swiglu", bias=False, tied=False
-)
-
-# Published shapes: vocabulary, tokens, layers, heads, key and value heads, d_model, d_ff. The ZeRO
-# paper's running example of 7.5B parameters (arXiv 1910.02054, Table I) is a count without a shape:
-# here it is the 7.5B GPT of Megatron-LM (arXiv 2104.04473, Table 1). GPT-2's init_std is meant for
-# wider layers than tiny's.
-PRESETS: dict[str, TransformerConfig] = {
-    "tiny": TransformerConfig(
-        256, 128, 4, 4, 4, 128, 512, init_std=0.06, remat="none", loss_chunk=64
-    ),
-    "gpt2-124m": TransformerConfig(50257, 1024, 12, 12, 12, 768, 3072),
-    "gpt2-1.5b": TransformerConfig(50257, 1024, 48, 25, 25, 1600, 6400),
-    "gpt-7.5b": TransformerConfig(51200, 2048, 36, 32, 32, 4096, 16384),
-    "llama2-7b": _Llama(32000, 4096, 32, 32, 32, 4096, 11008),
-    "llama3-8b": _Llama(128256, 8192, 32, 32, 8, 4096, 14336, rope_theta=500_000.0),
-    "llama3-70b": _Llama(128256, 8192, 80, 64, 8, 8192, 28672, rope_theta=500_000.0),
-}
+import zerojax as zj
+from models.config import PRESETS as PRESETS
+from models.config import TransformerConfig as TransformerConfig
 
 
 def attention_implementation(config, dtype) -> Literal["xla", "cudnn"] | None:
@@ -238,13 +158,18 @@ class Transformer(nnx.Module):
         graphdef, stacked = nnx.split(self.blocks)
         keys = None if key is None else jax.random.split(key, self.config.num_layers)
 
-        def block(x_BTD, layer):
-            layer_params, layer_key = layer
-            return nnx.merge(graphdef, layer_params)(x_BTD, rope, layer_key), None
+        def block(layer_params, x_BTD, rope, layer_key=None):
+            return nnx.merge(graphdef, layer_params)(x_BTD, rope, layer_key)
 
-        if self.config.remat == "full":  # inside a scan no barrier against CSE is needed
-            block = jax.checkpoint(block, prevent_cse=False)
-        return jax.lax.scan(block, x_BTD, (nnx.to_pure_dict(stacked), keys))[0]
+        return zj.scan_layers(
+            block,
+            nnx.to_pure_dict(stacked),
+            x_BTD,
+            rope,
+            per_layer=keys,
+            remat=self.config.remat,
+            prefetch=self.config.prefetch,
+        )
 
     @property
     def head_kernel(self) -> jax.Array:

@@ -12,17 +12,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
+import sys
 import time
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import numpy as np
 import optax
 import tyro
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
 from models import transformer
+from models.transformer import TransformerConfig
+from scripts.text import check_batch
+from scripts.train import check_least, make_mesh, make_plan
 from zerojax.memory import live_bytes
 from zerojax.table import format_bytes, format_table
 
@@ -31,14 +37,27 @@ from zerojax.table import format_bytes, format_table
 class Options:
     """What to time."""
 
-    model: str = "tiny"
-    """A preset of models/transformer.py."""
-    devices: int = 8
-    """Devices to use; simulated on a host without accelerators."""
+    model: Literal[*transformer.PRESETS] = "tiny"  # pyright: ignore[reportInvalidTypeForm]
+    """Preset of models/transformer.py."""
+    layers: int | None = None
+    """Layers (None: the preset's)."""
+    seq: int | None = None
+    """Tokens in a row (None: the preset's)."""
+    devices: int | None = None
+    """Devices to use (None: all accelerators, or 8 simulated CPU devices)."""
     batch: int = 32
-    """Rows of the global batch."""
+    """Rows of the global batch, a multiple of devices."""
     rounds: int = 20
-    """Timed rounds; each runs every program once."""
+    """Timed rounds, 2 or more; each runs every program once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One way to train: `run()` makes a step and returns arrays to wait for."""
+
+    name: str
+    run: Callable[[], Any]
+    state_bytes: int  # on each device
 
 
 def unsharded_step(loss_fn, optimizer):
@@ -89,85 +108,120 @@ def naive_step(loss_fn, optimizer, mesh, params):
     )
 
 
-def make_programs(options: Options):
-    """Yields (name, a function that runs one step, bytes of state on each device)."""
-    config = transformer.PRESETS[options.model]
+def repeat(step, *state) -> Callable[[], Any]:
+    """Return a function that runs `(*state, loss) = step(*state)` on the state it left last."""
+    state = list(state)
+
+    def run():
+        *state[:], loss = step(*state)
+        return state, loss
+
+    return run
+
+
+def make_programs(config: TransformerConfig, mesh: Mesh, rows: int) -> list[Program]:
+    """Make all programs; nothing of their steps is compiled yet."""
     init = functools.partial(transformer.init_params, config)
     loss_fn = functools.partial(transformer.loss_fn, config)
     optimizer = optax.adamw(1e-3)
-    mesh = zj.make_mesh(options.devices)
-    tokens = np.random.default_rng(0).integers(
-        0, config.vocab_size, (options.batch, config.seq_len + 1), np.int32
-    )
+    plans = {
+        f"stage {stage}, {partitioner}": make_plan(
+            config, optimizer, mesh, stage=stage, partitioner=partitioner
+        )
+        for partitioner in ("manual", "auto")
+        for stage in range(4)
+    }
+    announce("making the state of every program")
+    shape = rows, config.seq_len + 1
+    host = {"tokens": np.random.default_rng(0).integers(0, config.vocab_size, shape, np.int32)}
 
-    def loop(step, *state):
-        """Closes over the state, which every step replaces."""
-        state = list(state)
-
-        def run():
-            *state[:], loss = step(*state)
-            return state, loss
-
-        return run
-
-    def plain(name, step, params, opt_state, batch):
-        size = live_bytes((params, opt_state))
-        return name, loop(lambda *state: step(*state, batch), params, opt_state), size
+    def plain(name: str, step, params, opt_state, batch) -> Program:
+        run = repeat(lambda *state: step(*state, batch), params, opt_state)
+        return Program(name, run, live_bytes((params, opt_state)))
 
     params = jax.jit(init)(jax.random.key(0))
-    host = {"tokens": tokens}
-    yield plain(
-        "one device, unsharded",
-        unsharded_step(loss_fn, optimizer),
-        jax.tree.map(jax.numpy.copy, params),
-        jax.jit(optimizer.init)(params),
-        jax.device_put(host),
-    )
+    whole = jax.tree.map(jax.numpy.copy, params), jax.jit(optimizer.init)(params)
+    unsharded = unsharded_step(loss_fn, optimizer), *whole, jax.device_put(host)
     sharded = jax.device_put(host, NamedSharding(mesh, P("data")))
-    yield plain("naive NamedSharding", *naive_step(loss_fn, optimizer, mesh, params), sharded)
-    for partitioner in ("manual", "auto"):
-        for stage in range(4):
-            plan = zj.make_plan(
-                init, optimizer, mesh, stage=stage, layers=("blocks",), partitioner=partitioner
-            )
-            step, batch = zj.make_train_step(loss_fn, plan), zj.shard_batch(host, plan)
-            state = zj.init_state(plan, jax.random.key(0))
-            size = live_bytes(state._replace(key=None))
-            run = loop(lambda state, step=step, batch=batch: step(state, batch), state)
-            yield f"stage {stage}, {partitioner}", run, size
+    programs = [
+        plain("one device, unsharded", *unsharded),
+        plain("naive NamedSharding", *naive_step(loss_fn, optimizer, mesh, params), sharded),
+    ]
+    for name, plan in plans.items():
+        step, batch = zj.make_train_step(loss_fn, plan), zj.shard_batch(host, plan)
+        state = zj.init_state(plan, jax.random.key(0))
+        run = repeat(lambda state, step=step, batch=batch: step(state, batch), state)
+        programs.append(Program(name, run, live_bytes(state._replace(key=None))))
+    return programs
+
+
+def announce(text: str) -> None:
+    """Say on stderr what takes a while: one line that changes on a terminal, else a line each."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+    elif text:
+        print(text, file=sys.stderr, flush=True)
+
+
+def time_steps(programs: list[Program], rounds: int) -> np.ndarray:
+    """Compile, then return seconds [rounds, programs] of one step each, in turn."""
+    for number, program in enumerate(programs, start=1):
+        announce(f"compiling {number} of {len(programs)}: {program.name}")
+        program.run()
+        jax.block_until_ready(program.run())  # not timed: the first run on its own outputs
+    announce(f"timing {rounds} rounds")
+    seconds = np.zeros((rounds, len(programs)))
+    for i in range(rounds):
+        for j, program in enumerate(programs):
+            start = time.perf_counter()
+            jax.block_until_ready(program.run())
+            seconds[i, j] = time.perf_counter() - start
+    announce("")
+    return seconds
 
 
 def main(options: Options) -> dict[str, float]:
-    """Prints the table; returns the median ratio of each program to the unsharded step."""
-    jax.config.update("jax_num_cpu_devices", options.devices)
-    names, programs, sizes = zip(*make_programs(options), strict=True)
-    for run in programs:
-        run()
-        jax.block_until_ready(run())
-    times = []
-    for _ in range(options.rounds):
-        row = []
-        for run in programs:
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            row.append(time.perf_counter() - start)
-        times.append(row)
-    ratios = [[seconds / row[0] for seconds in row] for row in times]
-    medians = [statistics.median(column) for column in zip(*ratios, strict=True)]
+    """Print the table; return the median ratio of each program to the unsharded step.
+
+    Raises ValueError for a user's mistake.
+    """
+    least = {"layers": 1, "seq": 1, "devices": 1, "batch": 1, "rounds": 2}
+    check_least(options, least)
+    config = transformer.PRESETS[options.model]
+    changes = {"num_layers": options.layers, "seq_len": options.seq}
+    given = {name: size for name, size in changes.items() if size is not None}
+    config = dataclasses.replace(config, **given)
+    mesh = make_mesh(options.devices)
+    check_batch(options.batch, mesh.size)
+    programs = make_programs(config, mesh, options.batch)
+    seconds = time_steps(programs, options.rounds)
+
+    to_unsharded = seconds / seconds[:, :1]
+    to_naive = seconds / seconds[:, 1:2]
+    medians = np.median(to_unsharded, axis=0)
     rows = []
-    for name, ratio, column, size in zip(
-        names, medians, zip(*ratios, strict=True), sizes, strict=True
-    ):
-        low, _, high = statistics.quantiles(column, n=4)
-        rows.append([name, f"{ratio:.2f}", f"{low:.2f} - {high:.2f}", format_bytes(size)])
+    for j, program in enumerate(programs):
+        low, _, high = statistics.quantiles(to_unsharded[:, j], n=4)
+        ratios = f"{medians[j]:.2f}", f"{low:.2f} - {high:.2f}", f"{np.median(to_naive[:, j]):.2f}"
+        rows.append([program.name, *ratios, format_bytes(program.state_bytes)])
+    kind = jax.devices()[0].device_kind
     print(
-        f"{options.model}, {options.batch} rows, {options.devices} devices "
-        f"({jax.devices()[0].device_kind}), median of {options.rounds} interleaved rounds\n"
+        f"{options.model}, {options.batch} rows of {config.seq_len} tokens, {mesh.size} devices "
+        f"({kind})\nmedians of {options.rounds} interleaved rounds; state: bytes on each device\n"
     )
-    header = ["program", "time / unsharded", "middle half", "state per device"]
-    print(format_table(header, rows, right=[1, 2, 3]))
-    return dict(zip(names, medians, strict=True))
+    header = ["program", "time / unsharded", "middle half", "time / naive", "state"]
+    print(format_table(header, rows, right=[1, 2, 3, 4]))
+    if jax.default_backend() == "cpu":
+        share = "Simulated devices share this machine's cores"
+        print(f"\n{share}: a ratio below 1.00 is not a speed-up by ZeRO.")
+    return {program.name: float(x) for program, x in zip(programs, medians, strict=True)}
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    try:
+        main(tyro.cli(Options, prog="python -m scripts.bench", description=__doc__))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -40,13 +40,15 @@ class TokenizerFile:
         try:
             import tokenizers
         except ImportError as error:
-            raise ValueError("tokenizer: needs `pip install zerojax[tokenizer]`") from error
+            raise ValueError("--tokenizer: needs `pip install zerojax[tokenizer]`") from error
         if not path.is_file():
-            raise FileNotFoundError(f"tokenizer: no file {path}; give the path of a tokenizer.json")
+            raise FileNotFoundError(
+                f"--tokenizer: no file {path}; give the path of a tokenizer.json"
+            )
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises no narrower one
-            raise ValueError(f"tokenizer: {path}: {error}; give a tokenizer.json") from error
+            raise ValueError(f"--tokenizer: {path}: {error}; give a tokenizer.json") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
@@ -76,7 +78,8 @@ class Text:
 
     def __str__(self) -> str:
         reasons = [f"{count:,} {why}" for why, count in sorted(self.left_out.items()) if count]
-        said = f"{len(self.ids):,} tokens from {self.num_files:,} files"
+        files = "file" if self.num_files == 1 else "files"
+        said = f"{len(self.ids):,} tokens from {self.num_files:,} {files}"
         return f"{said}; left out: {', '.join(reasons) or 'nothing'}"
 
 
@@ -117,7 +120,7 @@ def read_text(
     left_out: Counter[str] = Counter()
     for root in paths or [Path(sysconfig.get_path("stdlib"))]:
         if not root.exists():
-            raise FileNotFoundError(f"data: no file or folder {root}; give a path that exists")
+            raise FileNotFoundError(f"--data: no file or folder {root}; give a path that exists")
         named = not root.is_dir()
         try:
             for path in [root] if named else sorted(_walk(root, left_out, not paths)):
@@ -129,17 +132,21 @@ def read_text(
                 elif (ids := tokens.encode(data)) is not None:
                     pieces[path.resolve()] = ids
                 elif named:
-                    raise ValueError(f"data: {path} is not UTF-8; convert it, or omit --tokenizer")
+                    raise ValueError(
+                        f"--data: {path} is not UTF-8; convert it, or omit --tokenizer"
+                    )
                 else:
                     left_out["not UTF-8"] += 1
         except OSError as error:
             name = error.filename or root
-            raise ValueError(f"data: cannot read {name} ({error.strerror}); give others") from error
+            raise ValueError(
+                f"--data: cannot read {name} ({error.strerror}); give others"
+            ) from error
     text = Text(np.concatenate([np.empty(0, np.uint8), *pieces.values()]), len(pieces), left_out)
     if not text.ids.size:
-        raise ValueError(f"data: {', '.join(map(str, paths))}: {text}; give --data with text")
+        raise ValueError(f"--data: {', '.join(map(str, paths))}: {text}; give --data with text")
     if (largest := int(text.ids.max())) >= (vocab_size or largest + 1):
-        said = f"data: token id {largest} is not below the vocabulary of {vocab_size}"
+        said = f"--data: token id {largest} is not below the vocabulary of {vocab_size}"
         raise ValueError(f"{said}; give --vocab {largest + 1} or more")
     return text
 
@@ -163,13 +170,23 @@ class Windows:
 def split_text(text: Text, seq: int, held_out: float = 0.05) -> tuple[Windows, Windows]:
     """Hold out the last windows, disjoint from the rest; ValueError without one for each side."""
     if seq < 1:
-        raise ValueError(f"seq: a window of {seq} tokens is none; give --seq 1 or more")
+        raise ValueError(f"--seq: a window of {seq} tokens is none; give --seq 1 or more")
     num_held_out = max(1, round((len(text.ids) - 1) // seq * held_out))
     cut = len(text.ids) - (num_held_out * seq + 1)
     if cut <= seq:
         said = f"{len(text.ids)} tokens are too few for a training and a validation window"
-        raise ValueError(f"data: {said} of {seq} + 1 each; give more --data or a smaller --seq")
+        raise ValueError(f"--data: {said} of {seq} + 1 each; give more --data or a smaller --seq")
     return Windows(text.ids[:cut], seq, "training"), Windows(text.ids[cut:], seq, "validation")
+
+
+def check_batch(rows: int, num_devices: int, microbatches: int = 1) -> None:
+    """Raise ValueError unless devices and microbatches can share the rows of a batch."""
+    multiple = num_devices * microbatches
+    if rows % multiple:
+        product = f"{num_devices} devices x {microbatches} microbatches = {multiple}"
+        below = rows - rows % multiple
+        near = f"{below} or {below + multiple}" if below else f"{multiple}"
+        raise ValueError(f"--batch: {rows} rows, not a multiple of {product}; give --batch {near}")
 
 
 def make_batches(
@@ -188,11 +205,11 @@ def make_batches(
     """
     index, count = process
     if rows < 1 or rows % count:
-        raise ValueError(f"batch: {rows} rows for {count} processes; give a multiple of {count}")
+        raise ValueError(f"--batch: {rows} rows for {count} processes; give a multiple of {count}")
     if len(windows) < rows * needed:
         said = f"the {windows.name} split has {len(windows)} windows of {windows.seq} tokens"
         remedy = "give more --data, a smaller --batch or fewer --eval-batches"
-        raise ValueError(f"data: {said}, and {needed} x {rows} are needed; {remedy}")
+        raise ValueError(f"--data: {said}, and {needed} x {rows} are needed; {remedy}")
     rows_in_order = grain.MapDataset.source(windows).shuffle(seed=seed).repeat()
     # Endless as it is, nothing is dropped; without this its length overflows for one row a batch.
     mine = rows_in_order.batch(rows // count, drop_remainder=True)[index::count]

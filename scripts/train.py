@@ -3,17 +3,14 @@
 
 import contextlib
 import dataclasses
-import importlib
-import json
 import math
-import resource
-import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +18,19 @@ import numpy as np
 import optax
 import tyro
 from jax.experimental.multihost_utils import process_allgather
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TimeRemainingColumn
+from jax.sharding import Mesh
 
 import zerojax as zj
 from models import transformer
-from scripts.text import Bytes, TokenizerFile, make_batches, read_text, split_text
+from models.transformer import TransformerConfig
+from scripts.log import Files, Screen, Summary, raise_if_not_finite, stop_on_ctrl_c, wrap
+from scripts.text import Bytes, TokenizerFile, check_batch, make_batches, read_text, split_text
 
-# Dense bf16 FLOP/s of one device, from NVIDIA's datasheets; the first part of `device_kind` wins.
-PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12}
-PEAKS |= {"GB200": 2.5e15, "B200": 2.25e15}
+Batch = dict[str, np.ndarray]
+
+# The least that an option may be.
+LEAST = {"layers": 1, "seq": 1, "vocab": 1, "devices": 1, "steps": 1, "batch": 1, "microbatches": 1}
+LEAST |= {"log_every": 1, "eval_batches": 1, "warmup": 0, "eval_every": 0, "sample": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,10 @@ class Options:
     """Vocabulary of the model (None: the tokenizer's; 256 for bytes)."""
     dropout: float = 0.0
     """Dropout probability in training."""
+    remat: Literal["full", "none"] | None = None
+    """What the backward computes again: each layer, or nothing (None: the preset's)."""
+    prefetch: int | None = None
+    """Layers gathered ahead of the one that runs (None: the preset's)."""
     stage: Literal[0, 1, 2, 3] = 3
     """ZeRO stage."""
     partitioner: Literal["manual", "auto"] = "manual"
@@ -89,18 +93,53 @@ class Options:
     """Tokens to generate at the end, from gathered parameters; 0: none."""
 
 
-@dataclasses.dataclass
-class Summary:
-    """What a run came to so far. Losses are nats per token: per byte without a tokenizer."""
+def check_least(options: Any, least: dict[str, int]) -> None:
+    """Raise ValueError, naming the flag, for an option below the least that it may be."""
+    for name, smallest in least.items():
+        value = getattr(options, name)
+        if value is not None and value < smallest:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag}: {value} is too few; give {smallest} or more")
 
-    steps: int = 0
-    loss: float = math.nan  # mean of the last log_every steps, those that are finite
-    val_loss: float = math.nan
-    tokens: int = 0
-    tokens_per_second: float = 0.0  # over the last log_every steps; the first one compiles
-    skipped: int = 0
-    stopped_early: bool = False
-    sample: str = ""
+
+def make_config(options: Options, vocab_size: int) -> TransformerConfig:
+    """Return the preset with what the options and the tokenizer change of it."""
+    changes = {
+        "num_layers": options.layers,
+        "seq_len": options.seq,
+        "vocab_size": vocab_size if options.vocab is None else options.vocab,
+        "dropout": options.dropout,
+        "remat": options.remat,
+        "prefetch": options.prefetch,
+    }
+    given = {name: value for name, value in changes.items() if value is not None}
+    return dataclasses.replace(transformer.PRESETS[options.model], **given)
+
+
+def make_mesh(num_devices: int | None) -> Mesh:
+    """Return a mesh of so many devices: accelerators, or simulated ones on a CPU (None: 8)."""
+    with contextlib.suppress(RuntimeError):  # once JAX runs, the devices are those it has
+        jax.config.update("jax_num_cpu_devices", num_devices or 8)
+    found, kind = jax.device_count(), jax.devices()[0].device_kind
+    if num_devices and not 1 <= num_devices <= found:
+        remedy = f"give --devices {found}{' or fewer' if found > 1 else ''}"
+        why = "--devices simulates more only on a CPU, and only before JAX starts"
+        raise ValueError(f"--devices: {num_devices} wanted, {found} here ({kind}); {remedy}: {why}")
+    return zj.make_mesh(num_devices)
+
+
+def make_plan(config: TransformerConfig, optimizer, mesh: Mesh, **how: Any) -> zj.Plan:
+    """Plan the state of a transformer; the error of an unfit number of devices names fit ones."""
+    init_params = partial(transformer.init_params, config)
+    try:
+        return zj.make_plan(init_params, optimizer, mesh, layers=("blocks",), **how)
+    except ValueError as error:
+        if "max_unsharded" not in str(error):
+            raise
+        most = max(8, mesh.size) if jax.default_backend() == "cpu" else jax.device_count()
+        *fit, last = [str(n) for n in range(1, most + 1) if config.d_model % n == 0]
+        listed = f"{', '.join(fit)} or {last}" if fit else last
+        raise ValueError(f"{error} Here: try --devices {listed}.") from error
 
 
 def make_optimizer(options: Options) -> tuple[optax.GradientTransformation, np.ndarray]:
@@ -115,175 +154,133 @@ def make_optimizer(options: Options) -> tuple[optax.GradientTransformation, np.n
     return optax.chain(clip, adamw), np.asarray(jax.vmap(schedule)(jnp.arange(options.steps)))
 
 
-def memory() -> str:
-    """Return the most bytes that device 0 held; on a CPU, that this process held."""
-    stats, unit = jax.local_devices()[0].memory_stats(), 1 if sys.platform == "darwin" else 1024
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return f"{stats['peak_bytes_in_use'] / 1e9:.2f} GB" if stats else f"{host / 1e9:.2f} GB (host)"
+def run_steps(
+    step: zj.Step, state: zj.TrainState, batches: Iterator[Batch], options: Options, stop
+) -> Iterator[tuple[int, dict[str, jax.Array], zj.TrainState | None]]:
+    """Yield (number, metrics, None) of each step once the next one is under way.
 
-
-class Log:
-    """Prints, and writes a row per step; only process 0 does. Touches `out` at the first row.
-
-    Of a row, `tokens` are those so far and `seconds` the step's; what is not finite is `null`.
+    So the device never waits for whoever reads the metrics. Only a step that is to be validated,
+    and the last one, are yielded at once, with the state that they led to.
     """
-
-    def __init__(self, options: Options, flops_per_token: int, num_devices: int):
-        self.options, self.summary, self.file, self.board = options, Summary(), None, None
-        self.files, self.recent = contextlib.ExitStack(), deque(maxlen=options.log_every)
-        self.first, tty = jax.process_index() == 0, sys.stdout.isatty()
-        self.console = Console(quiet=not self.first, force_terminal=tty, soft_wrap=True)
-        self.say = partial(self.console.print, markup=False, highlight=False)
-        columns = "step {task.completed}/{task.total}", BarColumn(10), "{task.description}"
-        self.bar = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=not tty)
-        self.task = self.bar.add_task("compiling", total=options.steps)
-        kind = jax.devices()[0].device_kind
-        peak = next((flops for name, flops in PEAKS.items() if name in kind), None)
-        self.mfu_per_speed = flops_per_token / (peak * num_devices) if peak else None
-        found = (
-            f"of {peak:.3g} FLOP/s (NVIDIA's datasheet, dense bf16)" if peak else "no known peak"
-        )
-        self.say(f"MFU: {kind} has {found}; a token takes {flops_per_token:.3g} FLOPs:")
-        self.say("6 x parameters in matmuls + 6 x layers x d_model x seq")
-
-    def open(self) -> None:
-        """Keep an earlier run's files under the next number, and start new ones."""
-        out, names = self.options.out, ("metrics.jsonl", "options.json", "tensorboard")
-        number = 1 + len(list(out.glob("metrics.*.jsonl")))
-        for path in (out / name for name in names if (out / name).exists()):
-            kept = path.rename(out / f"{path.stem}.{number}{path.suffix}")
-            self.say(f"{path} of an earlier run is now {kept}")
-        out.mkdir(parents=True, exist_ok=True)
-        self.file = self.files.enter_context((out / names[0]).open("w", encoding="utf-8"))
-        (out / names[1]).write_text(json.dumps(vars(self.options), indent=2, default=str) + "\n")
-        with contextlib.suppress(ImportError):
-            self.board = importlib.import_module("tensorboardX").SummaryWriter(str(out / names[2]))
-            self.files.callback(self.board.close)
-
-    def row(self, row: dict[str, float]) -> None:
-        """Write the row of a step, and show it on the bar or every `log_every` steps as a line."""
-        summary, step, steps = self.summary, int(row["step"]), self.options.steps
-        if self.first and self.file is None:
-            self.open()
-        if step == 2:  # the first one compiled
-            self.recent.clear()
-        self.recent.append((row["weight"], row["seconds"], row["loss"]))
-        weights, seconds, losses = np.array(self.recent).T
-        finite = losses[np.isfinite(losses)]
-        summary.loss = float(finite.mean()) if finite.size else math.nan
-        summary.tokens_per_second = float(weights.sum() / seconds.sum())
-        mfu = self.mfu_per_speed and f"{summary.tokens_per_second * self.mfu_per_speed:.1%}"
-        said = f"loss {summary.loss:.3f}  {summary.tokens_per_second / 1e3:.1f}k tokens/s"
-        said += f"  {1e3 * seconds.mean():.0f} ms  {memory()}  MFU {mfu or 'n/a'}"
-        self.bar.update(self.task, completed=step, description=said)
-        val = f"  validation {row['val_loss']:.3f}" if "val_loss" in row else ""
-        if val or (self.bar.disable and step % self.options.log_every == 0):
-            self.say(f"step {step:5d}/{steps}  {said}{val}")
-        if self.file:
-            valid = {name: x if math.isfinite(x) else None for name, x in row.items()}
-            print(json.dumps(valid, allow_nan=False), file=self.file, flush=True)
-        if self.board:
-            for name, x in row.items():
-                self.board.add_scalar(name, x, step)
+    every = options.eval_every or options.steps
+    unread = None
+    for number in range(1, options.steps + 1):
+        state, metrics = step(state, zj.shard_batch(next(batches), step.plan))
+        if unread:
+            yield unread
+        if stop.is_set() or number == options.steps:
+            yield number, metrics, state
+            return
+        if number % every == 0:
+            yield number, metrics, state
+            unread = None
+        else:
+            unread = number, metrics, None
 
 
-def generate(options: Options, config, params, prompt: list[int], tokenizer) -> str:
+def evaluate(eval_step: zj.Step, state: zj.TrainState, batches: Sequence[Batch]) -> float:
+    """Return the mean loss per token over all batches."""
+    results = [eval_step(state, zj.shard_batch(batch, eval_step.plan)) for batch in batches]
+    losses = [float(result["loss"]) for result in results]
+    return float(np.average(losses, weights=[float(result["weight"]) for result in results]))
+
+
+def train(
+    options: Options,
+    config: TransformerConfig,
+    plan: zj.Plan,
+    batches: Iterator[Batch],
+    validation: Sequence[Batch],
+    rates: np.ndarray,
+    screen: Screen,
+    files: Files,
+) -> tuple[zj.TrainState, Summary]:
+    """Run, log and validate the steps; raise FloatingPointError for a loss that is not finite."""
+    step = zj.make_train_step(
+        partial(transformer.loss_fn, config),
+        plan,
+        microbatches=options.microbatches,
+        skip_nonfinite=options.skip_nonfinite,
+    )
+    eval_step = zj.make_eval_step(partial(transformer.eval_loss_fn, config), plan)
+    state = zj.init_state(plan, jax.random.key(options.seed))
+    summary = Summary(recent=deque(maxlen=options.log_every))
+    with files, screen, stop_on_ctrl_c(screen.say_stopping) as stop:
+        screen.wait("compiling the step ...")
+        start = time.perf_counter()
+        steps = run_steps(step, state, batches, options, stop)
+        for number, metrics, state in steps:
+            row = {"step": number, **jax.tree.map(float, jax.device_get(metrics))}  # waits for it
+            row["lr"] = float(rates[summary.steps - summary.skipped])  # a skip takes no rate
+            row["tokens"] = summary.tokens + int(row["weight"])
+            row["seconds"] = time.perf_counter() - start
+            start = time.perf_counter()
+            if state is not None and (number == options.steps or not stop.is_set()):
+                if math.isnan(summary.val_loss):
+                    screen.wait("compiling the validation ...")
+                row["val_loss"] = evaluate(eval_step, state, validation)
+                start = time.perf_counter()
+            summary.add(row)
+            files.row(row)
+            screen.row(row, summary)
+            raise_if_not_finite(row)
+    assert state is not None  # the last step comes with its state
+    summary.stopped_early = summary.steps < options.steps
+    return state, summary
+
+
+def generate(options: Options, config, params, prompt: list[int], vocab_size: int) -> list[int]:
     """Draw `options.sample` more tokens at temperature 0.8; the fixed window compiles once."""
     run = jax.jit(lambda params, window_T: transformer.logits(config, params, window_T[None])[0])
     whole = jax.device_put(process_allgather(params, tiled=True), jax.local_devices()[0])
+    tokens = list(prompt)
     for key in jax.random.split(jax.random.key(options.seed), options.sample):
-        window = prompt[-config.seq_len :]
+        window = tokens[-config.seq_len :]
         window_T = np.array(window + [0] * (config.seq_len - len(window)), np.int32)
-        logits_V = np.asarray(run(whole, window_T))[len(window) - 1, : tokenizer.vocab_size]
-        prompt = [*prompt, int(jax.random.categorical(key, logits_V / 0.8))]
-    return tokenizer.decode(prompt)
-
-
-def train(options: Options, config, plan: zj.Plan, batches, validation, rates, log: Log):
-    """Run the steps; metrics are read one step late, so that the device never waits for Python."""
-    how = {"microbatches": options.microbatches, "skip_nonfinite": options.skip_nonfinite}
-    step = zj.make_train_step(partial(transformer.loss_fn, config), plan, **how)
-    eval_step = zj.make_eval_step(partial(transformer.eval_loss_fn, config), plan)
-    state = zj.init_state(plan, jax.random.key(options.seed))
-    summary, clock = log.summary, time.perf_counter()
-
-    def read(metrics, evaluate: bool = False) -> None:
-        nonlocal clock
-        row = {name: float(x) for name, x in jax.device_get(metrics).items()}
-        now = time.perf_counter()
-        row["lr"] = float(rates[summary.steps - summary.skipped])  # a skipped update takes no rate
-        summary.steps, summary.tokens = summary.steps + 1, summary.tokens + int(row["weight"])
-        summary.skipped += int(row.get("skipped", 0))
-        row = {"step": summary.steps, **row, "tokens": summary.tokens, "seconds": now - clock}
-        if evaluate:
-            results = [eval_step(state, zj.shard_batch(batch, plan)) for batch in validation]
-            losses, weights = np.array([(x["loss"], x["weight"]) for x in results]).T
-            row["val_loss"] = summary.val_loss = float(np.average(losses, weights=weights))
-        clock = time.perf_counter() if evaluate else now
-        log.row(row)
-        if not math.isfinite(row["loss"] + row["grad_norm"]) and not row.get("skipped"):
-            said = f"step {summary.steps}: loss {row['loss']} and grad_norm {row['grad_norm']}"
-            remedy = "try a lower --lr, --precision fp32 or --skip-nonfinite"
-            raise FloatingPointError(f"{said}; {remedy}")
-
-    asked, pending, every = [], None, options.eval_every or options.steps
-    with log.files, log.bar:
-        if jax.process_count() == 1:  # several could stop at different steps, and wait for ever
-            before = signal.signal(signal.SIGINT, lambda *_: asked.append(True))
-            log.files.callback(signal.signal, signal.SIGINT, before)
-        for number in range(1, options.steps + 1):
-            state, metrics = step(state, zj.shard_batch(next(batches), plan))
-            if pending:
-                read(pending)
-            pending = metrics
-            if asked or number == options.steps:
-                break
-            if number % every == 0:
-                pending = read(metrics, evaluate=True)
-        summary.stopped_early = summary.steps + 1 < options.steps  # one is not read yet
-        read(pending, evaluate=not summary.stopped_early)
-    return state
+        logits_V = np.asarray(run(whole, window_T))[len(window) - 1, :vocab_size]
+        tokens.append(int(jax.random.categorical(key, logits_V / 0.8)))
+    return tokens[len(prompt) :]
 
 
 def main(options: Options) -> Summary:
     """Train; raises ValueError or OSError for a user's mistake, FloatingPointError for a NaN."""
-    for name in ("steps", "log_every", "eval_batches"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"{name}: {getattr(options, name)} is too few; give 1 or more")
-    if not 0 <= (options.warmup or 0) < options.steps:
-        raise ValueError(f"warmup: {options.warmup} of {options.steps} steps; give --warmup fewer")
+    check_least(options, LEAST)
+    if (options.warmup or 0) >= options.steps:
+        raise ValueError(f"--warmup: {options.warmup} of {options.steps} steps; give fewer")
     tokenizer = TokenizerFile(options.tokenizer) if options.tokenizer else Bytes()
-    sizes = {"num_layers": options.layers, "seq_len": options.seq, "vocab_size": options.vocab}
-    given = {name: size for name, size in sizes.items() if size is not None}
-    given = {"vocab_size": tokenizer.vocab_size, "dropout": options.dropout} | given
-    config = dataclasses.replace(transformer.PRESETS[options.model], **given)
+    config = make_config(options, tokenizer.vocab_size)
+    mesh = make_mesh(options.devices)
+    optimizer, rates = make_optimizer(options)
+    how = {name: getattr(options, name) for name in ("stage", "precision", "partitioner")}
+    plan = make_plan(config, optimizer, mesh, **how)
+    check_batch(options.batch, mesh.size, options.microbatches)
+
     text = read_text(options.data, tokenizer, config.vocab_size)
     windows, held_out = split_text(text, config.seq_len)
-    with contextlib.suppress(RuntimeError):  # once JAX runs, the devices are those it has
-        jax.config.update("jax_num_cpu_devices", options.devices or 8)
-    mesh = zj.make_mesh(options.devices)
     process = jax.process_index(), jax.process_count()
     batches = make_batches(windows, options.batch, options.seed, process)
     validation = make_batches(held_out, options.batch, 0, process, options.eval_batches)
     validation = [next(validation) for _ in range(options.eval_batches)]
-    optimizer, rates = make_optimizer(options)
-    init_params = partial(transformer.init_params, config)
-    how = {name: getattr(options, name) for name in ("stage", "precision", "partitioner")}
-    plan = zj.make_plan(init_params, optimizer, mesh, layers=("blocks",), **how)
-    log = Log(options, transformer.flops_per_token(config), mesh.size)
-    count = f"{len(windows):,} rows of {config.seq_len} tokens, {len(held_out):,} more held out"
-    log.say(f"{options.model}: {transformer.num_params(config):,} parameters; {count}")
-    log.say(f"text: {text}\n\n{plan}\n")
-    state = train(options, config, plan, batches, validation, rates, log)
-    summary = log.summary
+
+    flops_per_token = transformer.flops_per_token(config)
+    screen = Screen(options.steps, options.log_every, flops_per_token, mesh.size)
+    files = Files(options.out, vars(options), screen.say)
+    num_params = f"{transformer.num_params(config):,} parameters"
+    screen.say(f"{options.model}: {num_params}; devices: {mesh.size} ({screen.device_kind})")
+    rows = f"{len(windows):,} to train on, {len(held_out):,} held out for validation"
+    screen.say(f"text: {text}\nrows of {config.seq_len} tokens: {rows}")
+    screen.say(f"log: {options.out / 'metrics.jsonl'}, a row for every step\n\n{plan}\n")
+    screen.legend()
+    state, summary = train(options, config, plan, batches, validation, rates, screen, files)
+
     if options.sample and not summary.stopped_early:
         prompt = held_out[0]["tokens"][:32].tolist()
-        summary.sample = generate(options, config, state.params, prompt, tokenizer)
-        log.say(f"\nsample, from {len(prompt)} tokens held out:\n{summary.sample}")
-    end = "stopped early" if summary.stopped_early else "done"
-    losses = f"loss {summary.loss:.3f}, validation {summary.val_loss:.3f} nats per token"
-    end = f"{end} after {summary.steps} steps, {summary.skipped} of them skipped: {losses}"
-    log.say(f"\n{zj.memory_report(plan, state)}\n\n{end}")
+        screen.say(f"\nsample: {len(prompt)} tokens held out, continued by {options.sample}")
+        more = generate(options, config, state.params, prompt, tokenizer.vocab_size)
+        summary.sample = tokenizer.decode(prompt + more)
+        screen.say(wrap("prompt:    ", tokenizer.decode(prompt)))
+        screen.say(wrap("continues: ", tokenizer.decode(more)))
+    screen.say(f"\n{zj.memory_report(plan, state)}\n\n{summary}")
     return summary
 
 
@@ -291,7 +288,8 @@ if __name__ == "__main__":  # exit codes: 2 a user's mistake, 1 a loss not finit
     try:
         stopped = main(tyro.cli(Options, prog="python -m scripts.train")).stopped_early
         sys.exit(130 if stopped else 0)
-    except KeyboardInterrupt:  # before the first step
+    except KeyboardInterrupt:  # before the first step, or while the sample is drawn
+        print("interrupted", file=sys.stderr)
         sys.exit(130)
     except (ValueError, OSError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -19,15 +19,19 @@ FLOORS = {
     "table": 0,
     "mesh": 0,
     "collectives": 1,
+    "entrance": 2,
+    "block": 3,
+    "layers": 4,
     "loss": 1,
     "state": 1,
     "leaves": 2,
     "plan": 3,
-    "placement": 4,
+    "checks": 4,
     "memory": 4,
-    "gradients": 4,
-    "step": 5,
-    "__init__": 6,
+    "gradients": 5,
+    "placement": 5,
+    "step": 6,
+    "__init__": 7,
 }
 FILES = sorted((ROOT / "zerojax").glob("*.py"))
 
@@ -61,10 +65,10 @@ def test_an_import_upwards_is_noticed():
 
 @pytest.mark.parametrize("folder", ["zerojax", "models", "scripts"])
 def test_files_and_functions_are_small(folder):
-    """No file over 300 lines (models: 350), no function over 60 without its docstring."""
+    """No file over 300 lines, no function over 60 without its docstring."""
     for path in sorted((ROOT / folder).glob("*.py")):
         source = path.read_text()
-        assert len(source.splitlines()) <= (350 if folder == "models" else 300), path.name
+        assert len(source.splitlines()) <= 300, path.name
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef):
                 first = node.body[1] if ast.get_docstring(node) and node.body[1:] else node.body[0]
@@ -84,12 +88,14 @@ def test_public_names():
         "Stage",
         "Step",
         "TrainState",
+        "apply_layer",
         "init_state",
         "make_eval_step",
         "make_mesh",
         "make_plan",
         "make_train_step",
         "memory_report",
+        "scan_layers",
         "shard_batch",
         "simulate_devices",
     ]

@@ -72,8 +72,14 @@ def other_axis_mesh():
             lambda: plan_of(lambda key: {"vocab": jnp.ones((50257, 3)), "w": jnp.ones((8, 8))}),
             ["100.0% of", "8 devices", "max_unsharded=2.0%", "'vocab' (50257, 3)", "603 kB", "Pad"],
         ),
+        (lambda: plan_of(stage=3.0), ["stage is 3.0"]),
+        (lambda: zj.Precision(reduce=jnp.float8_e4m3fn), ["Precision.reduce", "16 or more bits"]),
+        (lambda: zj.Precision(jnp.float64), ["Precision.params is float64", "jax_enable_x64"]),
         (lambda: zj.make_mesh(9), ["9 devices wanted, 8 available", "simulate_devices(9)"]),
-        (lambda: zj.make_mesh(0), ["0 devices wanted"]),
+        (lambda: zj.make_mesh(0), ["0 devices wanted", "between 1 and 8."]),
+        (lambda: zj.make_train_step(plan_of(), good_loss), ["the plan is a function"]),
+        (lambda: zj.init_state(jax.random.key(0), plan_of()), ["the plan is a ", "make_plan"]),
+        (lambda: zj.shard_batch(plan_of(), rows(x=(8, 3))), ["the plan is a dict"]),
         (lambda: zj.simulate_devices(4), ["already started with 8 cpu", "restart"]),
         (lambda: zj.simulate_devices(0), ["num_devices is 0"]),
         (lambda: zj.make_train_step(toy.loss_fn, plan_of(), microbatches=0), ["microbatches is 0"]),
@@ -102,10 +108,13 @@ def rows(**shapes):
 @pytest.mark.parametrize(
     ("batch", "parts"),
     [
-        (rows(tokens=(12, 3)), ["'tokens' has 12 rows", "8 devices", "8 or 16 rows", "weight 0"]),
+        (
+            rows(tokens=(12, 3)),
+            ["'tokens' has 12 rows", "8 devices.", "Drop 4, or pad to 16", "weight 0"],
+        ),
         (rows(x=(8, 3), y=(16, 3)), ["'y' has 16 rows", "'x' has 8"]),
         (rows(x=(8, 3), scale=()), ["'scale' is a scalar", "Repeat it"]),
-        (rows(x=(0, 3)), ["0 rows", "Use 8 rows"]),
+        (rows(x=(0, 3)), ["0 rows", "Pad to 8"]),
         ({}, ["no arrays"]),
     ],
 )
@@ -126,6 +135,11 @@ LOSSES = [
     (lambda p, b, k: (1.0, 2.0, 3.0), ["a tuple of 3"]),
     (lambda p, b, k: (jnp.sum(b["x"] @ p["w"], 1), 8), ["loss_sum of shape (2,)", "Sum it"]),
     (lambda p, b, k: (jnp.sum(b["x"] @ p["w"]), b["x"][:, 0]), ["weight of shape (2,)"]),
+    (
+        lambda p, b, k: (jnp.sum(b["x"] @ p["w"]), {"accuracy": 1}),
+        ["a dict as its weight", "((loss_sum, weight), aux)"],
+    ),
+    (lambda p, b, k: (jnp.sum(b["x"] > p["w"][0, 0]), 8), ["loss_sum", "int32", "floating"]),
     (
         lambda p, b, k: ((jnp.sum(b["x"] @ p["w"]), 8), {"ok": b["x"] > 0}),
         ["aux leaf 'ok'", "bool"],
@@ -151,7 +165,7 @@ def good_loss(params, batch, key):
 def test_microbatches_must_divide_the_rows():
     plan = plan_of()
     step = zj.make_train_step(good_loss, plan, microbatches=4)
-    with pytest.raises(ValueError, match=r"16 rows.* 8 devices x 4 microbatches = 32. Use 32 rows"):
+    with pytest.raises(ValueError, match=r"16 rows.* 8 devices x 4 microbatches = 32. Pad to 32"):
         step(zj.init_state(plan, jax.random.key(0)), zj.shard_batch(rows(x=(16, 16)), plan))
 
 
@@ -202,12 +216,38 @@ def test_a_state_that_is_no_state():
         zj.make_train_step(good_loss, plan)(INIT, rows(x=(16, 16)))
 
 
+def test_a_state_used_twice():
+    plan = plan_of()
+    step, state = zj.make_train_step(good_loss, plan), zj.init_state(plan, jax.random.key(0))
+    step(state, rows(x=(16, 16)))
+    with pytest.raises(ValueError, match=r"given to an earlier step.*state, metrics = step"):
+        step(state, rows(x=(16, 16)))
+
+
+def test_a_state_of_another_precision_without_optimizer_state():
+    """Only the dtype tells it apart: no structure of JAX's differs."""
+    bf16 = zj.Precision(jnp.bfloat16, jnp.bfloat16, jnp.bfloat16)
+    state = zj.init_state(plan_of(optimizer=optax.sgd(0.1), precision=bf16), jax.random.key(0))
+    step = zj.make_train_step(good_loss, plan_of(optimizer=optax.sgd(0.1)))
+    with pytest.raises(ValueError, match=r"'params/b' is bfloat16\[8\]; the plan says float32"):
+        step(state, rows(x=(16, 16)))
+
+
+def test_an_optimizer_that_adds_a_leaf():
+    growing = optax.GradientTransformation(lambda params: (), lambda g, s, p=None: (g, jnp.ones(3)))
+    plan = plan_of(optimizer=growing)
+    with pytest.raises(ValueError, match=r"'opt_state' exists only in the state. The optimizer's"):
+        zj.make_train_step(good_loss, plan).lower(plan.abstract_state, rows(x=(16, 16)))
+
+
 def test_an_optimizer_that_changes_its_types():
     changing = optax.GradientTransformation(
         lambda params: jnp.zeros((), jnp.int32), lambda g, s, p=None: (g, s + 0.5)
     )
     plan = plan_of(optimizer=changing)
-    with pytest.raises(ValueError, match=r"'opt_state' from int32\[\] into float32\[\]"):
+    with pytest.raises(
+        ValueError, match=r"'opt_state' is float32\[\]; the plan says int32\[\]. The opt"
+    ):
         zj.make_train_step(good_loss, plan).lower(plan.abstract_state, rows(x=(16, 16)))
 
 

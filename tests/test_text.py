@@ -15,6 +15,7 @@ from scripts.text import (
     Text,
     TokenizerFile,
     Windows,
+    check_batch,
     make_batches,
     read_text,
     split_text,
@@ -66,6 +67,7 @@ def test_a_file_named_twice_is_read_once(folder):
     text = read_text([folder / "b.txt", folder])
     assert text.ids.tobytes().decode() == "secondfirst thïrd"
     assert text.left_out["named twice"] == 1
+    assert str(read_text([folder / "b.txt"])) == "6 tokens from 1 file; left out: nothing"
 
 
 def test_bytes_of_a_named_file_are_taken_as_they_are(folder):
@@ -224,7 +226,7 @@ def test_a_folder_that_cannot_be_listed(folder, monkeypatch):
             r"9 tokens are too few .* window of 4 \+ 1 each; give more --data or a smaller --seq",
         ),
         (0, 4, r"0 tokens are too few"),
-        (100, 0, r"seq: a window of 0 tokens is none; give --seq 1 or more"),
+        (100, 0, r"--seq: a window of 0 tokens is none; give --seq 1 or more"),
     ],
 )
 def test_texts_that_are_too_short(num_tokens, seq, message):
@@ -242,11 +244,23 @@ def test_the_shortest_text_that_will_do():
     [
         ({"rows": 6}, r"training split has 5 windows of 4 tokens, and 1 x 6 are needed; give more"),
         ({"rows": 2, "needed": 3}, r"and 3 x 2 are needed; .* or fewer --eval-batches"),
-        ({"rows": 3, "process": (0, 2)}, r"batch: 3 rows for 2 processes; give a multiple of 2"),
-        ({"rows": 0}, r"batch: 0 rows"),
+        ({"rows": 3, "process": (0, 2)}, r"--batch: 3 rows for 2 processes; give a multiple of 2"),
+        ({"rows": 0}, r"--batch: 0 rows"),
         ({"rows": 2, "seed": -1}, r"Seed must be an integer between 0 and 2\*\*32-1"),
     ],
 )
 def test_batches_that_cannot_be_made(arguments, message):
     with pytest.raises(ValueError, match=message):
         make_batches(numbered(5), **arguments)
+
+
+def test_rows_that_devices_and_microbatches_cannot_share():
+    check_batch(12, 2, 3)
+    with pytest.raises(
+        ValueError, match=r"^--batch: 8 rows, not a multiple of 2 devices x 3 micro"
+    ):
+        check_batch(8, 2, 3)
+    with pytest.raises(ValueError, match=r"= 6; give --batch 6 or 12$"):
+        check_batch(8, 2, 3)
+    with pytest.raises(ValueError, match=r"= 8; give --batch 8$"):
+        check_batch(4, 8)

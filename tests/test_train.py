@@ -2,13 +2,16 @@
 """The training script: what it learns, writes, prints and refuses."""
 
 import dataclasses
+import doctest
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
 import time
 import types
+from collections import deque
 from pathlib import Path
 
 import jax
@@ -16,7 +19,10 @@ import numpy as np
 import pytest
 import tyro
 
-from scripts.train import Log, Options, main
+from models import transformer
+from scripts import log
+from scripts.log import Files, Screen, Summary, stop_on_ctrl_c, wrap
+from scripts.train import Options, main, make_config
 
 ROOT = Path(__file__).parents[1]
 TEXT = "".join(f"line {i} of the text is {'abc'[i % 3]} and {i * i % 97}\n" for i in range(400))
@@ -121,9 +127,18 @@ def test_an_old_log_is_kept_and_the_output_is_plain(options, stage_3, capsys, mo
     assert "\r" not in printed
     lines = printed.splitlines()
     assert max(len(line) for line in lines if str(options.out) not in line) <= 100
-    assert any(line.startswith("step     2/2  loss ") and "MFU n/a" in line for line in lines)
-    for word in ("blocks/mlp/up/kernel", "bytes per device", "opt_state", "sample, from 17 tokens"):
+    assert lines[0].startswith("tiny: 233,344 parameters; devices: 8 (cpu)")
+    assert any(line.startswith("step     2/2  loss ") for line in lines)
+    assert [line for line in lines if "MFU" in line] == [
+        "MFU is not shown: no peak is known for cpu"
+    ]
+    for word in ("blocks/mlp/up/kernel", "bytes per device", "opt_state"):
         assert any(word in line for line in lines), word
+    waits = ["compiling the step ...", "compiling the validation ..."]
+    assert [line for line in lines if line.startswith("compiling")] == waits
+    sample = lines.index("sample: 17 tokens held out, continued by 5")
+    assert lines[sample + 1].startswith("prompt:    ")
+    assert any(line.startswith("continues: ") for line in lines[sample + 2 :])
     assert lines[-1].startswith("done after 2 steps, 0 of them skipped: loss ")
 
 
@@ -152,12 +167,17 @@ def test_updates_that_are_not_finite_can_be_skipped(options, folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batch": 12}, r"12 rows, not a multiple of 8 devices"),
-        ({"devices": 9}, r"9 devices wanted, 8 available"),
-        ({"steps": 0}, r"steps: 0 is too few; give 1 or more"),
-        ({"eval_batches": 0}, r"eval_batches: 0 is too few; give 1 or more"),
-        ({"warmup": 6}, r"warmup: 6 of 6 steps; give --warmup fewer"),
-        ({"layers": 0}, r"num_layers: 0 is not positive"),
+        ({"batch": 12}, r"--batch: 12 rows, not a multiple of 8 devices .* give --batch 8 or 16"),
+        ({"batch": 0}, r"--batch: 0 is too few; give 1 or more"),
+        ({"microbatches": 0}, r"--microbatches: 0 is too few; give 1 or more"),
+        ({"microbatches": 2}, r"8 devices x 2 microbatches = 16; give --batch 16$"),
+        ({"devices": 0}, r"--devices: 0 is too few; give 1 or more"),
+        ({"devices": 9}, r"--devices: 9 wanted, 8 here \(cpu\); .* only before JAX starts"),
+        ({"devices": 3, "batch": 6}, r"max_unsharded.* try --devices 1, 2, 4 or 8"),
+        ({"steps": 0}, r"--steps: 0 is too few; give 1 or more"),
+        ({"eval_batches": 0}, r"--eval-batches: 0 is too few; give 1 or more"),
+        ({"warmup": 6}, r"--warmup: 6 of 6 steps; give fewer"),
+        ({"layers": 0}, r"--layers: 0 is too few; give 1 or more"),
         ({"vocab": 100}, r"token id 120 is not below the vocabulary of 100; give --vocab 121"),
         ({"seq": 9000}, r"tokens are too few .*; give more --data or a smaller --seq"),
         ({"eval_batches": 99}, r"validation split has .* 99 x 8 are needed; .* --eval-batches"),
@@ -168,6 +188,22 @@ def test_what_it_refuses_before_it_touches_the_old_log(options, folder, change, 
     with pytest.raises(ValueError, match=message):
         main(dataclasses.replace(options, out=out, **change))
     assert not out.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_compiling(options, folder, capsys):
+    with pytest.raises(
+        OSError, match=r"--out: cannot write to .*text.txt/out \(Not a directory\);"
+    ):
+        main(dataclasses.replace(options, out=folder / "text.txt" / "out"))
+    assert not capsys.readouterr().out
+
+
+def test_remat_and_prefetch_are_the_presets_unless_given(options):
+    preset = transformer.PRESETS["tiny"]
+    config = make_config(options, 256)
+    assert (config.remat, config.prefetch) == (preset.remat, preset.prefetch)
+    config = make_config(dataclasses.replace(options, remat="full", prefetch=2), 256)
+    assert (config.remat, config.prefetch) == ("full", 2)
 
 
 def test_an_unknown_option_is_named(capsys):
@@ -186,7 +222,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(folder):
         command("--data", str(folder / "nothing")), cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("error: data: no file or folder ")
+    assert done.stderr.startswith("error: --data: no file or folder ")
     assert len(done.stderr.splitlines()) == 1
     assert not done.stdout
 
@@ -194,7 +230,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(folder):
 def test_ctrl_c_finishes_the_step_and_says_so(folder):
     out = folder / "interrupted"
     small = (
-        f"--layers 1 --seq 16 --batch 8 --steps 100000 --eval-batches 1 --log-every 50 --out {out}"
+        f"--layers 1 --seq 16 --batch 8 --steps 100000 --eval-every 0 --eval-batches 1 --out {out}"
     )
     arguments = [*small.split(), "--data", str(folder / "text.txt")]
     process = subprocess.Popen(command(*arguments), cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -209,23 +245,85 @@ def test_ctrl_c_finishes_the_step_and_says_so(folder):
         process.kill()
     assert process.returncode == 130
     rows = read_rows(out)
-    assert f"stopped early after {len(rows)} steps" in printed.splitlines()[-1]
+    last = printed.splitlines()[-1]
+    assert last.startswith(f"stopped early after {len(rows)} steps, 0 of them skipped: loss ")
+    assert "validation" not in last
+    assert "stopping after this step; press Ctrl-C again to quit at once" in printed
     assert "bytes per device" in printed
+
+
+def test_a_second_ctrl_c_meets_the_default_handler():
+    said, before = [], signal.getsignal(signal.SIGINT)
+    with stop_on_ctrl_c(lambda: said.append("stopping")) as stop:
+        assert not stop.is_set()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.wait(timeout=10)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    assert said == ["stopping"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_last_line_says_no_more_than_there_is():
+    summary = Summary(deque(), steps=1, loss=2.0, stopped_early=True)
+    assert (
+        str(summary) == "stopped early after 1 step, 0 of them skipped: loss 2.000 nats per token"
+    )
+    summary = Summary(deque(), steps=2, loss=2.0, val_loss=1.5)
+    assert str(summary).endswith(
+        "2 steps, 0 of them skipped: loss 2.000, validation 1.500 nats per token"
+    )
+
+
+def test_a_sample_is_wrapped_and_cannot_steer_the_terminal():
+    long = " ".join(["word"] * 40)
+    lines = wrap("prompt: ", f"if x:\n    y\x1b[2J\r\n\n{long}").splitlines()
+    assert lines[:3] == ["prompt: if x:", "            y\N{REPLACEMENT CHARACTER}[2J", ""]
+    assert all(line.startswith("        word") and len(line) <= 100 for line in lines[3:])
+    assert len(lines) == 6
+    assert wrap("prompt: ", "") == "prompt:"
 
 
 class Device:
     device_kind = "NVIDIA H100 80GB HBM3"
 
 
-def test_mfu_of_a_known_device(options, folder, monkeypatch, capsys):
+def test_mfu_of_a_known_device(folder, monkeypatch, capsys):
     monkeypatch.setattr(jax, "devices", lambda: [Device])
-    log = Log(dataclasses.replace(options, out=folder / "mfu", log_every=1), 989_000, 2)
-    with log.files:
-        log.row({"step": 1, "loss": 1.0, "weight": 1e9, "seconds": 1.0, "grad_norm": math.inf})
+    screen = Screen(steps=1, log_every=1, flops_per_token=989_000, num_devices=2)
+    summary = Summary(deque(maxlen=1))
+    row = {"step": 1, "loss": 1.0, "weight": 1e9, "tokens": 10**9, "seconds": 1.0}
+    screen.legend()
+    summary.add(row)
+    screen.row(row, summary)
     printed = capsys.readouterr().out
     assert "9.89e+14 FLOP/s (NVIDIA's datasheet, dense bf16)" in printed
     assert "1000000.0k tokens/s  1000 ms" in printed
     assert "MFU 50.0%" in printed
-    assert read_rows(folder / "mfu") == [
-        {"step": 1, "loss": 1.0, "weight": 1e9, "seconds": 1.0, "grad_norm": None}
-    ]
+
+
+def test_what_is_not_finite_is_null_in_the_file(folder):
+    with Files(folder / "files", {"stage": 3}, print) as files:
+        assert not list((folder / "files").iterdir())
+        files.row({"step": 1, "loss": 1.0, "grad_norm": math.inf})
+    assert read_rows(folder / "files") == [{"step": 1, "loss": 1.0, "grad_norm": None}]
+
+
+def test_on_a_terminal_a_bar_shows_the_steps(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "100")
+    screen = Screen(steps=9, log_every=1, flops_per_token=1, num_devices=1)
+    summary = Summary(deque(maxlen=1))
+    row = {"step": 1, "loss": 1.0, "weight": 1.0, "tokens": 1, "seconds": 1.0}
+    with screen:
+        screen.wait("compiling the step ...")
+        summary.add(row)
+        screen.row(row, summary)
+    printed = capsys.readouterr().out
+    assert "compiling the step ..." in printed
+    assert "step     1/9" not in printed
+    assert "1/9" in printed
+
+
+def test_the_docstring_example_of_the_log():
+    assert doctest.testmod(log).attempted == 1
+    assert doctest.testmod(log).failed == 0

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """zerojax: ZeRO stages 0-3 for JAX. The public names, nothing else."""
 
+from zerojax.layers import apply_layer, scan_layers
 from zerojax.loss import LossFn
 from zerojax.memory import memory_report
 from zerojax.mesh import make_mesh, simulate_devices
@@ -20,12 +21,14 @@ __all__ = [
     "Stage",
     "Step",
     "TrainState",
+    "apply_layer",
     "init_state",
     "make_eval_step",
     "make_mesh",
     "make_plan",
     "make_train_step",
     "memory_report",
+    "scan_layers",
     "shard_batch",
     "simulate_devices",
 ]

@@ -17,11 +17,11 @@ local over several microbatches and reduce it once.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -33,10 +33,17 @@ PerDevice = Callable[[PyTree, PyTree, jax.Array], PyTree]
 
 @dataclasses.dataclass(frozen=True)
 class Manual:
-    """shard_map, with every collective written out."""
+    """shard_map, with every collective written out.
+
+    `check_vma` has JAX check which results are equal on all devices. It is off in a user's step and
+    on in our tests, because it also types the user's code, where a constant that meets rows of the
+    batch gets a psum as its transpose: the gradient of an inner `jax.grad` would be summed over the
+    devices, silently.
+    """
 
     mesh: Mesh
     axis: str
+    check_vma: bool = False
 
     def per_device(self, fn: PerDevice, param_specs: PyTree, out_specs: PyTree) -> PerDevice:
         """Returns `fn` run on every device, as a function of global arrays.
@@ -47,23 +54,13 @@ class Manual:
           param_specs: specs of the first argument. The second is split by rows, the third whole.
           out_specs: specs of the results.
         """
-        in_specs = (param_specs, P(self.axis), P())
-        mapped = functools.partial(
-            jax.shard_map, fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs
+        return jax.shard_map(
+            fn,
+            mesh=self.mesh,
+            in_specs=(param_specs, P(self.axis), P()),
+            out_specs=out_specs,
+            check_vma=self.check_vma,
         )
-
-        def run(*args):
-            try:
-                return mapped(check_vma=True)(*args)
-            except (TypeError, ValueError) as error:
-                # The check also types the user's code by which arrays may differ between devices,
-                # and ordinary code, such as a scan that starts from jnp.zeros, does not type. It
-                # computes the same without the check: no collective here is differentiated.
-                if "manual axis types" not in str(error):
-                    raise
-            return mapped(check_vma=False)(*args)
-
-        return run
 
     def gather(self, x: jax.Array, spec: P) -> jax.Array:
         """A shard, or a replicated array, becomes this device's own whole copy."""
@@ -83,11 +80,18 @@ class Manual:
         """Sums over the devices; the result is equal on all of them."""
         return lax.psum(self.local(x), self.axis)
 
-    def local(self, x: jax.Array, spec: P = P()) -> jax.Array:
+    def zeros(self, shape: tuple[int, ...], dtype: Any, spec: P | None) -> jax.Array:
+        """What a gradient that lies on `spec` starts from; None is one whole copy per device."""
+        if spec is None:
+            return self.local(jnp.zeros(shape, dtype))
+        shard = NamedSharding(self.mesh, spec).shard_shape(shape)
+        zeros = jnp.zeros(shard, dtype)
+        return zeros if split_dim(spec, self.axis) is None else self.local(zeros)
+
+    def local(self, x: jax.Array) -> jax.Array:
         """Marks a replicated array as one that may differ between devices from here on.
 
-        Without it the gradient of a replicated array is summed over the devices at once, an
-        all-reduce that stages 1 and 2 must not have.
+        Under `check_vma`, the gradient of one not marked would be summed over the devices at once.
         """
         if self.axis in jax.typeof(x).manual_axis_type.varying:
             return x
@@ -134,9 +138,13 @@ class Auto:
         """As Manual.all_reduce."""
         return self.scatter(x, P())
 
-    def local(self, x: jax.Array, spec: P = P()) -> jax.Array:
-        """A value with one copy per device stays with its device; a shared one rests on `spec`."""
-        return self._constrain(x, spec)
+    def zeros(self, shape: tuple[int, ...], dtype: Any, spec: P | None) -> jax.Array:
+        """As Manual.zeros."""
+        return self._constrain(jnp.zeros(shape, dtype), P() if spec is None else spec)
+
+    def local(self, x: jax.Array) -> jax.Array:
+        """A value with one copy per device stays with its device."""
+        return self._constrain(x, P())
 
     def _constrain(self, x: jax.Array, spec: P) -> jax.Array:
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))

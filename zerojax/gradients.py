@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from zerojax.collectives import device_index
-from zerojax.loss import LossFn, Sums, accumulable, call_loss
+from zerojax.entrance import Entrance, Entry, inside
+from zerojax.loss import LossFn, Sums, call_loss
 from zerojax.mesh import DATA
 from zerojax.plan import Plan
-from zerojax.precision import cast
-from zerojax.state import PyTree, TrainState, merge, select
+from zerojax.precision import accumulable, cast
+from zerojax.state import PyTree, TrainState, select
 
 
 def make_gradients(
@@ -25,71 +27,93 @@ def make_gradients(
 
     The gradients are arranged as the trained parameters and lie on `update_specs`.
     """
-    place, trained = plan.partitioner, [leaf.trained for leaf in plan.params]
-    specs = update_specs(plan)
-    # Cut gradients of stages 2 and 3 leave every microbatch as shards. All others stay local until
-    # the last one and are reduced once.
-    early = [plan.stage.splits_grads and leaf.split.dim is not None for leaf in plan.grads]
+    place, specs = plan.partitioner, update_specs(plan)
+    leaves = _leave_specs(plan, microbatches)
 
-    def reduce(grad: jax.Array, spec: P) -> jax.Array:
-        return place.scatter(cast(grad, plan.precision.reduce), spec)
-
-    def zeros(x: jax.ShapeDtypeStruct, spec: P = P()) -> jax.Array:
-        return place.local(accumulable(jnp.zeros(x.shape, x.dtype)), spec)
-
-    def one_slice(whole: PyTree, batch: PyTree, key: jax.Array) -> tuple[Sums, list[jax.Array]]:
-        def loss(weights: PyTree) -> tuple[jax.Array, Sums]:
-            sums = call_loss(loss_fn, merge(whole, weights), batch, key)
+    def one_slice(params: PyTree, whole: list[jax.Array], batch: PyTree, key: jax.Array):
+        def loss(sinks: list[jax.Array]) -> tuple[jax.Array, Sums]:
+            sums = enter(
+                plan, make_entries(plan, params, sinks, leaves), whole, loss_fn, batch, key
+            )
             return sums.loss_sum, sums
 
-        grads, sums = jax.grad(loss, has_aux=True)(select(whole, trained))
-        return sums, [
-            reduce(grad, spec) if now else place.local(grad)
-            for grad, spec, now in zip(jax.tree.leaves(grads), specs, early, strict=True)
-        ]
+        grads, sums = jax.grad(loss, has_aux=True)(_sinks(plan, leaves))
+        return sums, grads
 
-    def all_slices(whole: PyTree, batch: PyTree, key: jax.Array) -> tuple[Sums, list[jax.Array]]:
+    def all_slices(params: PyTree, whole: list[jax.Array], batch: PyTree, key: jax.Array):
         slices = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
         first = jax.tree.map(lambda x: x[0], slices)
-        sums, grads = jax.eval_shape(one_slice, whole, first, key)
-        shard_specs = [spec if now else P() for spec, now in zip(specs, early, strict=True)]
-        carry = sums.map(zeros), [zeros(*x) for x in zip(grads, shard_specs, strict=True)]
+        sums, _ = jax.eval_shape(one_slice, params, whole, first, key)
+        carry = (
+            sums.map(lambda x: place.zeros(x.shape, x.dtype, None)),
+            list(map(accumulable, _sinks(plan, leaves))),
+        )
 
         def add(carry: PyTree, xs: tuple[jax.Array, PyTree]) -> tuple[PyTree, None]:
             index, rows = xs
-            terms = one_slice(whole, rows, jax.random.fold_in(key, index))
+            terms = one_slice(params, whole, rows, jax.random.fold_in(key, index))
             return jax.tree.map(lambda total, x: total + accumulable(x), carry, terms), None
 
         return lax.scan(add, carry, (jnp.arange(microbatches), slices))[0]
 
     def on_device(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[Sums, list[jax.Array]]:
         key = jax.random.fold_in(key, device_index(DATA))
-        # Once per step: XLA would move the gather out of the loop over microbatches anyway.
-        whole = gather_params(plan, params)
-        sums, grads = (all_slices if microbatches > 1 else one_slice)(whole, batch, key)
+        # Once per step: XLA would move these gathers out of the loop over microbatches anyway.
+        # Those of weights that the loss function hands to the layer engine are unused and vanish.
+        whole = gather_params(plan, make_entries(plan, params))
+        run = all_slices if microbatches > 1 else one_slice
+        sums, grads = run(params, whole, batch, key)
         done = [
-            grad if now else reduce(grad, spec)
-            for grad, spec, now in zip(grads, specs, early, strict=True)
+            place.scatter(cast(grad, plan.precision.reduce), spec) if leave is None else grad
+            for grad, spec, leave in zip(grads, specs, leaves, strict=True)
         ]
         return sums.map(place.all_reduce), done
 
     run = place.per_device(on_device, rest_specs(plan), (P(), specs))
+    trained = [leaf.trained for leaf in plan.params]
 
     def gradients(state: TrainState, batch: PyTree) -> tuple[Sums, PyTree]:
         key = jax.random.fold_in(state.key, state.step)
-        sums, leaves = run(state.params, batch, key)
-        return sums, jax.tree.structure(select(state.params, trained)).unflatten(leaves)
+        sums, grads = run(state.params, batch, key)
+        return sums, jax.tree.structure(select(state.params, trained)).unflatten(grads)
 
     return gradients
 
 
-def gather_params(plan: Plan, params: PyTree) -> PyTree:
-    """Every leaf whole and in the compute dtype; the cast comes first, for half the bytes."""
-    leaves, treedef = jax.tree.flatten(params)
-    return treedef.unflatten(
-        plan.partitioner.gather(cast(x, plan.precision.compute), leaf.rest)
-        for x, leaf in zip(leaves, plan.params, strict=True)
-    )
+def make_entries(
+    plan: Plan,
+    params: PyTree,
+    sinks: Sequence[jax.Array] = (),
+    leaves: Sequence[P | None] = (),
+) -> list[Entry]:
+    """An Entry for every parameter; without sinks there are no gradients."""
+    left = iter(zip(sinks, leaves, strict=True))
+    entries = []
+    for leaf, array in zip(plan.params, jax.tree.leaves(params), strict=True):
+        sink, leave = next(left) if leaf.trained and sinks else (None, None)
+        entries.append(Entry(leaf.path, array, leaf.rest, sink, leave, leaf.stacked))
+    return entries
+
+
+def gather_params(plan: Plan, entries: Sequence[Entry]) -> list[jax.Array]:
+    """Every leaf whole and in the compute dtype."""
+    return list(map(Entrance(plan.partitioner, plan.precision).gather, entries))
+
+
+def enter(
+    plan: Plan,
+    entries: Sequence[Entry],
+    whole: Sequence[jax.Array],
+    loss_fn: LossFn,
+    batch: PyTree,
+    key: jax.Array,
+) -> Sums:
+    """Calls the loss function on whole weights, whose gradients are led to their sinks."""
+    entrance = Entrance(plan.partitioner, plan.precision)
+    weights = [entrance.attach(entry, x) for entry, x in zip(entries, whole, strict=True)]
+    with inside(entrance, entries, weights):
+        params = jax.tree.structure(plan.abstract_state.params).unflatten(weights)
+        return call_loss(loss_fn, params, batch, key)
 
 
 def rest_specs(plan: Plan) -> PyTree:
@@ -101,3 +125,26 @@ def update_specs(plan: Plan) -> list[P]:
     """For every trained leaf, the spec on which the optimizer works: that of its moments."""
     cut = plan.stage.splits_opt_state
     return [leaf.split.spec if cut else P() for leaf in plan.grads]
+
+
+def _leave_specs(plan: Plan, microbatches: int) -> list[P | None]:
+    """For every trained leaf, the spec on which its gradient leaves each microbatch's backward.
+
+    None: it stays local to the device, and is reduced once after the last microbatch.
+    """
+    if plan.stage.number == 0 and microbatches == 1:
+        return [P() for _ in plan.grads]
+    early = plan.stage.splits_grads
+    return [
+        leaf.split.spec if early and leaf.split.dim is not None else None for leaf in plan.grads
+    ]
+
+
+def _sinks(plan: Plan, leaves: Sequence[P | None]) -> list[jax.Array]:
+    """Zeros in the place and dtype of every gradient as it leaves the backward."""
+    sinks = []
+    for leaf, leave in zip(plan.grads, leaves, strict=True):
+        real = jnp.issubdtype(leaf.array.dtype, jnp.floating)
+        dtype: Any = plan.precision.compute if real and leave is None else leaf.array.dtype
+        sinks.append(plan.partitioner.zeros(leaf.array.shape, dtype, leave))
+    return sinks

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.paths import leaf_path
+from zerojax.precision import accumulable
 
 PyTree = Any
 # (params, batch, key) -> (loss_sum, weight), or ((loss_sum, weight), aux)
@@ -51,12 +52,22 @@ def call_loss(loss_fn: LossFn, params: PyTree, batch: PyTree, key: jax.Array) ->
             "((loss_sum, weight), aux). Return the sum of the losses and their number (or the sum "
             "of the mask), not a mean: zerojax divides once, over all devices and microbatches."
         )
-    for name, value in zip(("loss_sum", "weight"), out, strict=True):
+    loss_sum, weight = out
+    if jax.tree.structure(weight) != jax.tree.structure(0):
+        raise ValueError(
+            f"the loss function returned {_summary(weight)} as its weight. For aux, return "
+            "((loss_sum, weight), aux); the weight is the number that the loss is divided by."
+        )
+    for name, value, kind in (
+        ("loss_sum", loss_sum, (jnp.floating,)),
+        ("weight", weight, (jnp.floating, jnp.integer, jnp.bool_)),
+    ):
         shape, dtype = jnp.shape(value), jnp.result_type(value)
-        if shape or jnp.issubdtype(dtype, jnp.complexfloating):
+        if shape or not any(jnp.issubdtype(dtype, k) for k in kind):
             raise ValueError(
                 f"the loss function returned a {name} of shape {shape} and type {dtype}; it must "
-                "be a real scalar. Sum it over the rows and tokens of the batch."
+                f"be a {'floating' if name == 'loss_sum' else 'real'} scalar. Sum it over the rows "
+                "and tokens of the batch."
             )
     for path, value in jax.tree.leaves_with_path(aux):
         if not jnp.issubdtype(jnp.result_type(value), jnp.number):
@@ -64,13 +75,7 @@ def call_loss(loss_fn: LossFn, params: PyTree, batch: PyTree, key: jax.Array) ->
                 f"aux leaf {leaf_path(path)!r} is of type {jnp.result_type(value)}; aux holds sums "
                 "that are divided by the weight. Return a number, or drop it."
             )
-    loss_sum, weight = out
     return Sums(loss_sum, weight, aux).map(accumulable)
-
-
-def accumulable(x: jax.Array) -> jax.Array:
-    """Casts to a dtype in which many terms can be added: fp32 or wider."""
-    return jnp.asarray(x, dtype=jnp.promote_types(jnp.result_type(x), jnp.float32))
 
 
 def _summary(out: Any) -> str:

@@ -62,9 +62,10 @@ def make_mesh(num_devices: int | None = None, *, devices: Sequence[Any] | None =
     available = list(jax.devices() if devices is None else devices)
     wanted = len(available) if num_devices is None else num_devices
     if not 1 <= wanted <= len(available):
+        simulate = f", or call zerojax.simulate_devices({wanted}) before any other use of JAX"
         raise ValueError(
             f"make_mesh: {wanted} devices wanted, {len(available)} available. Pass num_devices "
-            f"between 1 and {len(available)}, or call zerojax.simulate_devices({wanted}) first."
+            f"between 1 and {len(available)}{simulate if wanted > 0 else ''}."
         )
     return jax.make_mesh((wanted,), (DATA,), (AxisType.Auto,), devices=available[:wanted])
 

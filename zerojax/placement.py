@@ -8,7 +8,7 @@ import functools
 import jax
 import numpy as np
 
-from zerojax.paths import leaf_path
+from zerojax.checks import check_plan, check_rows
 from zerojax.plan import Plan
 from zerojax.state import PyTree, TrainState, new_state
 
@@ -27,6 +27,7 @@ def init_state(plan: Plan, key: jax.Array) -> TrainState:
     Raises:
       ValueError: `key` is not one typed key of JAX's default implementation.
     """
+    check_plan(plan)
     expected = plan.abstract_state.key.dtype
     found = getattr(key, "dtype", type(key).__name__)
     if found != expected or np.shape(key) != ():
@@ -68,40 +69,11 @@ def shard_batch(host_batch: PyTree, plan: Plan) -> PyTree:
       >>> batch["x"].addressable_shards[0].data.shape
       (2, 8)
     """
+    check_plan(plan)
     check_rows(host_batch, len(plan.mesh.local_devices))
-    place = functools.partial(jax.make_array_from_process_local_data, plan.batch_sharding)
+
+    def place(x: jax.Array | np.ndarray) -> jax.Array:
+        # A copy: on CPU the array could share its memory with a buffer that the reader fills again.
+        return jax.make_array_from_process_local_data(plan.batch_sharding, np.array(x))
+
     return jax.tree.map(place, host_batch)
-
-
-def check_rows(batch: PyTree, num_devices: int, microbatches: int = 1) -> None:
-    """Raises ValueError unless every leaf has the same rows, a multiple of devices x microbatches.
-
-    Args:
-      batch: a pytree of arrays or of their shapes.
-      num_devices: devices that share these rows.
-      microbatches: number of slices that each device makes of its rows.
-    """
-    leaves = [(leaf_path(path), np.shape(x)) for path, x in jax.tree.leaves_with_path(batch)]
-    if not leaves:
-        raise ValueError("the batch has no arrays; pass a pytree whose leaves have rows.")
-    first_path, first_shape = leaves[0]
-    for path, shape in leaves:
-        if not shape:
-            raise ValueError(
-                f"batch leaf {path!r} is a scalar; the first dimension of every leaf counts rows. "
-                "Repeat it per row, or close over it in the loss function."
-            )
-        if shape[0] != first_shape[0]:
-            raise ValueError(
-                f"batch leaf {path!r} has {shape[0]} rows and {first_path!r} has "
-                f"{first_shape[0]}; all leaves of a batch need the same rows."
-            )
-    rows, multiple = first_shape[0], num_devices * microbatches
-    if rows == 0 or rows % multiple:
-        slices = f" x {microbatches} microbatches" if microbatches > 1 else ""
-        near = " or ".join(str(n) for n in (rows - rows % multiple, rows + -rows % multiple) if n)
-        raise ValueError(
-            f"batch leaf {first_path!r} has {rows} rows, not a multiple of {num_devices} "
-            f"devices{slices} = {multiple}. Use {near or multiple} rows: drop some, or pad with "
-            "rows of weight 0."
-        )

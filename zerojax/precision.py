@@ -41,13 +41,19 @@ class Precision:
             if dtype is None and field.name == "master":
                 continue
             try:
-                valid = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+                dtype = jnp.dtype(dtype)
+                valid = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2
             except TypeError:
                 valid = False
             if not valid:
                 raise ValueError(
-                    f"Precision.{field.name} is {dtype!r}, which is not a floating dtype. "
-                    "Use one such as jnp.float32 or jnp.bfloat16."
+                    f"Precision.{field.name} is {dtype!r}, which is not a floating dtype of 16 or "
+                    "more bits. Use one such as jnp.float32 or jnp.bfloat16."
+                )
+            if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+                raise ValueError(
+                    f"Precision.{field.name} is {dtype}, which JAX would turn into "
+                    f"{jax.dtypes.canonicalize_dtype(dtype)}. Set jax_enable_x64, or ask for that."
                 )
 
     def bytes_per_param(self) -> tuple[int, int, int]:
@@ -80,3 +86,11 @@ def get_precision(precision: str | Precision) -> Precision:
 def cast(x: jax.Array, dtype: DType) -> jax.Array:
     """Casts a real floating array; integers, booleans, complex numbers and keys pass through."""
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def accumulable(x: jax.Array) -> jax.Array:
+    """Casts to a dtype in which many terms can be added: fp32, or its own if wider."""
+    dtype = jnp.result_type(x)
+    if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32:
+        return jnp.asarray(x)
+    return jnp.asarray(x).astype(jnp.float32)

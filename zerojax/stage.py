@@ -80,7 +80,7 @@ STAGES = (
 
 def get_stage(number: int) -> Stage:
     """Returns the row of the table, or raises ValueError for anything but 0, 1, 2 or 3."""
-    if isinstance(number, bool) or number not in range(len(STAGES)):
+    if type(number) is not int or number not in range(len(STAGES)):
         raise ValueError(
             f"stage is {number!r}; ZeRO has stages 0, 1, 2 and 3. "
             "Pass stage=0 for plain data parallelism or stage=3 for everything sharded."

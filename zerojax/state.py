@@ -74,5 +74,5 @@ def new_state(
 
 
 def strong(tree: PyTree) -> PyTree:
-    """Drops weak types, which would make the second step compile again."""
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype=x.dtype) if hasattr(x, "dtype") else x, tree)
+    """Makes scalars arrays and drops weak types, which would make the second step compile again."""
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype=jnp.result_type(x)), tree)

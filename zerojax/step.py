@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,18 +12,24 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax.checks import check_batch, check_plan, check_rows, check_state, check_types
 from zerojax.collectives import device_index
-from zerojax.gradients import gather_params, make_gradients, rest_specs, update_specs
-from zerojax.loss import LossFn, Sums, accumulable, call_loss
+from zerojax.gradients import (
+    enter,
+    gather_params,
+    make_entries,
+    make_gradients,
+    rest_specs,
+    update_specs,
+)
+from zerojax.loss import LossFn, Sums
 from zerojax.mesh import DATA
-from zerojax.partition import format_spec
-from zerojax.paths import leaf_path
-from zerojax.placement import check_rows
 from zerojax.plan import Plan
-from zerojax.precision import cast
+from zerojax.precision import accumulable, cast
 from zerojax.state import PyTree, TrainState, merge, select, strong
 
 Metrics = dict[str, Any]
@@ -74,12 +81,14 @@ def make_train_step(
       0.4513
       0.4051
     """
-    if microbatches < 1:
-        raise ValueError(f"microbatches is {microbatches}; pass 1 or more.")
+    check_plan(plan)
+    if type(microbatches) is not int or microbatches < 1:
+        raise ValueError(f"microbatches is {microbatches!r}; pass a whole number, 1 or more.")
     gradients = make_gradients(loss_fn, plan, microbatches)
 
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         check_rows(batch, plan.num_devices, microbatches)
+        check_types(plan, state)
         sums, grad_sums = gradients(state, batch)
         grads = jax.tree.map(lambda g: accumulable(g) / sums.weight, grad_sums)
         metrics = sums.metrics()
@@ -103,14 +112,17 @@ def make_eval_step(loss_fn: LossFn, plan: Plan) -> Step:
       loss_fn: as for `make_train_step`; pass the variant without dropout if there is one.
       plan: from `make_plan`.
     """
+    check_plan(plan)
 
     def device_sums(params: PyTree, batch: PyTree, key: jax.Array) -> Sums:
-        whole = gather_params(plan, params)
         key = jax.random.fold_in(key, device_index(DATA))
-        return call_loss(loss_fn, whole, batch, key).map(plan.partitioner.all_reduce)
+        entries = make_entries(plan, params)
+        sums = enter(plan, entries, gather_params(plan, entries), loss_fn, batch, key)
+        return sums.map(plan.partitioner.all_reduce)
 
     def eval_step(state: TrainState, batch: PyTree) -> Metrics:
         check_rows(batch, plan.num_devices)
+        check_types(plan, state)
         key = jax.random.fold_in(state.key, state.step)
         run = plan.partitioner.per_device(device_sums, rest_specs(plan), P())
         return run(state.params, batch, key).metrics()
@@ -135,71 +147,36 @@ class Step:
             in_shardings=(plan.state_shardings, plan.batch_sharding),
             out_shardings=outputs,
             donate_argnums=(0,) if donate else (),
+            keep_unused=True,  # a leaf of the state that the step does not read is donated too
         )
 
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
         """Runs the step. With `make_train_step` the state is donated."""
+        check_rows(batch, self.plan.num_devices, self.microbatches)
         try:
-            return self.jitted(state, batch)
+            return self.jitted(state, jax.tree.map(self._place, batch))
         except (TypeError, ValueError):
             check_state(self.plan, state)
-            check_rows(batch, self.plan.num_devices, self.microbatches)
             check_batch(self.plan, batch)
+            raise
+        except RuntimeError as error:
+            if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state)):
+                raise ValueError(
+                    "this state was given to an earlier step, which reused its memory. Keep the "
+                    "state that the step returns: state, metrics = step(state, batch)."
+                ) from error
             raise
 
     def lower(self, abstract_state: TrainState, abstract_batch: PyTree) -> jax.stages.Lowered:
         """Lowers for shapes, without arrays; `.compile()` gives the program."""
+        check_rows(abstract_batch, self.plan.num_devices, self.microbatches)
         check_state(self.plan, abstract_state)
         return self.jitted.lower(abstract_state, abstract_batch)
 
-
-def check_state(plan: Plan, state: TrainState) -> None:
-    """Raises ValueError, naming the first leaf that differs, unless the state is of this plan."""
-    remedy = (
-        "Use the plan that made the state, or make the state for this plan with zerojax.init_state."
-    )
-    if not isinstance(state, TrainState):
-        raise ValueError(
-            f"state is a {type(state).__name__}; pass the TrainState from zerojax.init_state."
-        )
-    expected = dict(_flat(plan.abstract_state))
-    found = dict(_flat(state))
-    for path in [*expected, *found]:
-        if path not in found or path not in expected:
-            where = "this plan" if path in expected else "the state"
-            raise ValueError(f"state leaf {path!r} exists only in {where}. {remedy}")
-    for path, want in expected.items():
-        have = found[path]
-        if have.shape != want.shape or have.dtype != want.dtype:
-            raise ValueError(
-                f"state leaf {path!r} is {have.dtype}{list(have.shape)}; the plan says "
-                f"{want.dtype}{list(want.shape)}. {remedy}"
-            )
-        sharding = getattr(have, "sharding", None)
-        if sharding is None or not sharding.is_equivalent_to(want.sharding, len(want.shape)):
-            count = len(sharding.device_set) if sharding else 0
-            raise ValueError(
-                f"state leaf {path!r} {list(have.shape)} is "
-                f"{format_spec(getattr(sharding, 'spec', P()))} over {count} devices; the plan "
-                f"(stage {plan.stage.number}) says {format_spec(want.sharding.spec)} over "
-                f"{plan.num_devices}. {remedy}"
-            )
-
-
-def check_batch(plan: Plan, batch: PyTree) -> None:
-    """Raises ValueError if a leaf is held fast by devices that are not the plan's."""
-    for path, x in _flat(batch):
-        committed = isinstance(x, jax.Array) and x.committed
-        if committed and not x.sharding.is_equivalent_to(plan.batch_sharding, x.ndim):
-            raise ValueError(
-                f"batch leaf {path!r} {list(x.shape)} is committed to {len(x.devices())} device(s) "
-                f"as {x.sharding}; the plan splits its rows over {plan.num_devices}. Pass it "
-                "through zerojax.shard_batch."
-            )
-
-
-def _flat(tree: PyTree) -> list[tuple[str, Any]]:
-    return [(leaf_path(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
+    def _place(self, x: Any) -> Any:
+        """Host arrays go where sharded ones are, so that both kinds run the same program."""
+        placed = isinstance(x, Tracer) or (isinstance(x, jax.Array) and x.committed)
+        return x if placed else jax.device_put(x, self.plan.batch_sharding)
 
 
 def _update(plan: Plan, state: TrainState, grads: PyTree, loss: jax.Array) -> TrainState:
@@ -210,8 +187,9 @@ def _update(plan: Plan, state: TrainState, grads: PyTree, loss: jax.Array) -> Tr
     weights = select(state.params, trained) if state.master is None else state.master
     weights = place(weights)
     grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
-    optimizer = optax.with_extra_args_support(plan.optimizer)
-    updates, opt_state = optimizer.update(grads, state.opt_state, weights, value=loss, grad=grads)
+    updates, opt_state = plan.optimizer.update(
+        grads, state.opt_state, weights, **_extra_args(plan.optimizer, value=loss, grad=grads)
+    )
     weights = place(optax.apply_updates(weights, updates))
     rounded = place(jax.tree.map(lambda w: cast(w, plan.precision.params), weights))
     rest = [leaf.rest for leaf in plan.params if leaf.trained]
@@ -222,14 +200,21 @@ def _update(plan: Plan, state: TrainState, grads: PyTree, loss: jax.Array) -> Tr
         key=state.key,
         master=None if state.master is None else weights,
     )
-    for (path, want), (_, have) in zip(_flat(plan.abstract_state), _flat(new), strict=True):
-        if want.dtype != have.dtype or want.shape != have.shape:
-            raise ValueError(
-                f"the optimizer turned state leaf {path!r} from {want.dtype}{list(want.shape)} "
-                f"into {have.dtype}{list(have.shape)}; a state must keep its types from step to "
-                "step. Set the optimizer's dtype arguments (such as mu_dtype) to match."
-            )
+    check_types(
+        plan,
+        new,
+        "The optimizer's update changed it: a state must keep its arrays and types from step to "
+        "step. Set the optimizer's dtype arguments (such as mu_dtype) to match.",
+    )
     return new
+
+
+def _extra_args(optimizer: optax.GradientTransformation, **available: Any) -> dict[str, Any]:
+    """Those of the available keyword arguments that the optimizer's update takes."""
+    parameters = inspect.signature(optimizer.update).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return available
+    return {name: value for name, value in available.items() if name in parameters}
 
 
 def _constrain(plan: Plan, tree: PyTree, specs: list[P]) -> PyTree:

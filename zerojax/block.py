@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer of the engine: its forward, and its backward from what was saved and the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.entrance import Entrance, Entry
+
+PyTree = Any
+Arrays = list[jax.Array]
+
+
+class Parts(NamedTuple):
+    """The leaves of a tree, apart: floating ones have gradients, the others do not."""
+
+    floating: Any
+    others: Any
+
+
+def part(tree: PyTree) -> tuple[Parts, Callable[[Parts], PyTree]]:
+    """Takes a tree apart; the function puts one like it together again."""
+    leaves, treedef = jax.tree.flatten(tree)
+    is_floating = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves]
+
+    def join(parts: Parts) -> PyTree:
+        floating, others = iter(parts.floating), iter(parts.others)
+        return treedef.unflatten([next(floating if f else others) for f in is_floating])
+
+    pairs = list(zip(leaves, is_floating, strict=True))
+    return Parts([x for x, f in pairs if f], [x for x, f in pairs if not f]), join
+
+
+def split_output(out: Any, x: PyTree) -> tuple[PyTree, PyTree]:
+    """Tells a block's `x` from `(x, aux)`; without an aux it is None."""
+    same = jax.tree.structure(x)
+    if jax.tree.structure(out) == same:
+        return out, None
+    if isinstance(out, tuple) and len(out) == 2 and jax.tree.structure(out[0]) == same:
+        return out
+    raise ValueError(
+        f"the block returned a tree of structure {jax.tree.structure(out)}; it must return x, of "
+        f"structure {same}, or (x, aux)."
+    )
+
+
+def check_same(x: PyTree, y: PyTree) -> None:
+    """Raises ValueError unless a block of a stack handed on what it was given."""
+    for (path, old), new in zip(jax.tree.leaves_with_path(x), jax.tree.leaves(y), strict=True):
+        if old.shape != new.shape or old.dtype != new.dtype:
+            raise ValueError(
+                f"the block turned x{jax.tree_util.keystr(path)} from {old.dtype}"
+                f"{list(old.shape)} into {new.dtype}{list(new.shape)}; all layers of a stack must "
+                "hand on the same. Cast or project inside the block, or use apply_layer."
+            )
+
+
+class Layer(NamedTuple):
+    """One layer as the engine runs it.
+
+    Attributes:
+      entrance: how weights become whole and gradients leave.
+      entries: the layer's weights, flat.
+      block: the user's function of (flat weights, x, inputs), to (x, aux).
+      remat: what is saved for the backward: "full" is x alone, "none" all but the weights.
+    """
+
+    entrance: Entrance
+    entries: list[Entry]
+    block: Callable[[Arrays, PyTree, Parts], tuple[PyTree, PyTree]]
+    remat: str
+
+    def gather(self, arrays: Arrays) -> Arrays:
+        """The whole weights, from their arrays at rest."""
+        pairs = zip(self.entries, arrays, strict=True)
+        return [self.entrance.gather(entry._replace(array=array)) for entry, array in pairs]
+
+    def leave(self, grads: Arrays) -> Arrays:
+        """The gradients of the trained weights as they leave the backward."""
+        pairs = zip(self.entries, grads, strict=True)
+        return [self.entrance.leave(entry, g) for entry, g in pairs if entry.sink is not None]
+
+    def forward(self, weights: Arrays, x: PyTree, inputs: Parts) -> tuple[tuple, tuple, Any]:
+        """Returns (x, floating aux), (other aux, what puts aux together), and what to save."""
+        joins = []
+
+        def run(weights, x, floating, others):
+            y, aux = self.block(weights, x, Parts(floating, others))
+            parts, join = part(aux)
+            joins.append(join)
+            return (y, parts.floating), parts.others
+
+        args = (weights, x, inputs.floating, inputs.others)
+        if self.remat == "full":
+            out, others = run(*args)
+            return out, (others, joins[0]), x
+        # Weights and inputs are at hand in the backward; saved, they would be so for every layer.
+        saveable = (False, True, False, False)
+        out, vjp, others = jax.vjp(run, *args, has_aux=True, saveable_args=saveable)
+        return out, (others, joins[0]), vjp
+
+    def backward(
+        self, weights: Arrays, saved: Any, inputs: Parts, cotangents: tuple
+    ) -> tuple[Arrays, PyTree, Any]:
+        """Returns the cotangents of the weights, of x and of the floating inputs."""
+        if self.remat == "full":
+
+            def run(weights, x, floating):
+                y, aux = self.block(weights, x, Parts(floating, inputs.others))
+                return y, part(aux)[0].floating
+
+            _, vjp = jax.vjp(run, weights, saved, inputs.floating)
+            return vjp(cotangents)
+        args = list(saved.args_res)
+        args[0], args[2], args[3] = weights, inputs.floating, inputs.others
+        return saved.replace(args_res=args)(cotangents)[:3]

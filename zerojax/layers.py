@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layer engine: gather a layer, use it, drop it; gather it again in the backward.
+
+Inside a zerojax step the loss function receives weights that look whole. Handed to `scan_layers`
+or `apply_layer` untouched, they are recognised, and the engine works on the arrays at rest instead:
+no layer is whole before its turn or after it. Weights used in any other way are what they look
+like, gathered where the step enters, and their gradient joins the engine's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax.block import Arrays, Layer, Parts, check_same, part, split_output
+from zerojax.entrance import Entry, current, recognise
+from zerojax.paths import leaf_path
+from zerojax.precision import accumulable
+
+PyTree = Any
+
+
+def scan_layers(
+    block: Callable[..., Any],
+    stacked_params: PyTree,
+    x: PyTree,
+    *broadcast: PyTree,
+    per_layer: PyTree = None,
+    remat: str = "full",
+    prefetch: int = 1,
+    regather: bool = True,
+    unroll: int = 1,
+) -> Any:
+    """Runs a stack of equal layers, each gathered just before it is used.
+
+    Outside a zerojax step this is a plain `lax.scan`, with the same results.
+
+    Args:
+      block: `(params, x, *broadcast) -> x` or `-> (x, aux)`, one layer; with `per_layer`,
+        `(params, x, *broadcast, per_layer) -> ...`. `x` keeps its shapes and dtypes.
+      stacked_params: a tree of arrays whose first dimension counts layers, under a name that
+        `make_plan` was given in `layers`, exactly as the loss function received them.
+      x: a tree of floating arrays, what the layers hand on.
+      broadcast: trees that every layer receives whole: masks, position tables.
+      per_layer: a tree of arrays whose first dimension counts layers: keys, rates.
+      remat: what the backward finds saved: "full" is the layer's input alone, and the block runs
+        again; "none" is everything but the weights. A `jax.checkpoint` in the block is respected.
+      prefetch: how many layers are gathered ahead of their use; each costs one more whole layer.
+      regather: False keeps the gathered layers from the forward to the backward: two thirds of the
+        traffic, for the whole parameters in memory. Only stage 3 gathers at all.
+      unroll: layers in one iteration of the compiled loop.
+
+    Returns:
+      `x`, or `(x, aux)` with every layer's aux stacked.
+
+    Raises:
+      ValueError: leaves disagree on the number of layers, the block changes `x`, `remat` or
+        `prefetch` is out of range; inside a step, a weight that is not one of the plan's stacks.
+
+    Example:
+      >>> block = lambda p, x: x + jnp.tanh(x @ p["w"])
+      >>> scan_layers(block, {"w": jnp.ones((3, 2, 2))}, jnp.ones((1, 2))).shape
+      (1, 2)
+    """
+    num_layers = _num_layers(stacked_params, per_layer)
+    _check_choices(remat, prefetch)
+    inside = current()
+    if inside is None:
+        return _plain_scan(block, stacked_params, x, broadcast, per_layer, remat, unroll)
+    entries = recognise(inside, stacked_params, stacked=True)
+    treedef = jax.tree.structure(stacked_params)
+    (shared, join_shared), (own, join_own) = part(broadcast), part(per_layer)
+
+    def run_block(weights: Arrays, x: PyTree, inputs: Parts) -> tuple[PyTree, PyTree]:
+        trees = join_shared(Parts(inputs.floating[0], inputs.others[0]))
+        if per_layer is not None:
+            trees = (*trees, join_own(Parts(inputs.floating[1], inputs.others[1])))
+        y, aux = split_output(block(treedef.unflatten(weights), x, *trees), x)
+        check_same(x, y)
+        return y, aux
+
+    layer = Layer(inside.entrance, [entry.layer() for entry in entries], run_block, remat)
+    inputs = Parts((shared.floating, own.floating), (shared.others, own.others))
+    return _run(
+        _Stack(layer, num_layers, min(prefetch, num_layers - 1), regather, unroll),
+        entries,
+        x,
+        inputs,
+    )
+
+
+def apply_layer(
+    block: Callable[..., Any], params: PyTree, x: PyTree, *broadcast: PyTree, remat: str = "full"
+) -> Any:
+    """Runs one layer of its own, gathered just before it is used; outside a step, a plain call.
+
+    Args and errors are those of `scan_layers`, except that `x` may change: the block's output is
+    returned as it is, `x` or `(x, aux)`, and the parameters are not stacked.
+    """
+    _check_choices(remat, 0)
+    inside = current()
+    if inside is None:
+        call = jax.checkpoint(block) if remat == "full" else block
+        return call(params, x, *broadcast)
+    entries = recognise(inside, params, stacked=False)
+    treedef = jax.tree.structure(params)
+    inputs, join = part(broadcast)
+
+    def run_block(weights: Arrays, x: PyTree, inputs: Parts) -> tuple[PyTree, PyTree]:
+        return split_output(block(treedef.unflatten(weights), x, *join(inputs)), x)
+
+    return _run(_Single(Layer(inside.entrance, entries, run_block, remat)), entries, x, inputs)
+
+
+class _Single(NamedTuple):
+    """The engine on one layer."""
+
+    layer: Layer
+
+    def forward(self, arrays: Arrays, x: PyTree, inputs: Parts) -> tuple:
+        """As Layer.forward, from the arrays at rest."""
+        return self.layer.forward(self.layer.gather(arrays), x, inputs)
+
+    def backward(self, arrays: Arrays, saved: Any, inputs: Parts, cotangents: tuple) -> tuple:
+        """The cotangents of the sinks, of x and of the floating inputs."""
+        # Without the barrier XLA would keep the forward's weights instead of gathering them again.
+        arrays, cotangents = lax.optimization_barrier((arrays, cotangents))
+        weights = self.layer.gather(arrays)
+        ct_weights, ct_x, ct_inputs = self.layer.backward(weights, saved, inputs, cotangents)
+        return self.layer.leave(ct_weights), ct_x, ct_inputs
+
+
+class _Stack(NamedTuple):
+    """The engine on a stack: two loops, each with a queue of `prefetch` gathered layers.
+
+    The inputs are pairs: (what all layers share, what is each layer's own).
+    """
+
+    layer: Layer
+    num_layers: int
+    prefetch: int
+    regather: bool
+    unroll: int
+
+    def forward(self, arrays: Arrays, x: PyTree, inputs: Parts) -> tuple:
+        """As Layer.forward for all layers; aux and what is saved come stacked."""
+        place, joins = self.layer.entrance.place, []
+
+        def body(carry: tuple, xs: tuple) -> tuple:
+            x, queue = carry
+            index, own = xs
+            weights, queue = self._turn(arrays, queue, index, 1)
+            (x, aux), (others, join), saved = self.layer.forward(weights, x, _with(inputs, own))
+            joins.append(join)
+            kept = () if self.regather else weights
+            return (jax.tree.map(place.local, x), queue), (aux, others, (saved, kept))
+
+        carry = x, self._start(arrays, 0, 1, x)
+        (x, _), (aux, others, saved) = lax.scan(
+            body, carry, self._indexed(inputs), unroll=self.unroll
+        )
+        return (x, aux), (others, joins[0]), saved
+
+    def backward(self, arrays: Arrays, saved: Any, inputs: Parts, cotangents: tuple) -> tuple:
+        """The cotangents of the sinks, of x and of the floating inputs."""
+        shared, place = inputs.floating[0], self.layer.entrance.place
+        ct_x, ct_aux = cotangents
+
+        def body(carry: tuple, xs: tuple) -> tuple:
+            ct_x, ct_shared, queue = carry
+            (index, own), (saved, weights), ct_aux = xs
+            if self.regather:
+                weights, queue = self._turn(arrays, queue, index, -1)
+            ct_weights, ct_x, (ct_terms, ct_own) = self.layer.backward(
+                weights, saved, _with(inputs, own), (ct_x, ct_aux)
+            )
+            ct_shared = [a + accumulable(b) for a, b in zip(ct_shared, ct_terms, strict=True)]
+            return (ct_x, ct_shared, queue), (self.layer.leave(ct_weights), ct_own)
+
+        zeros = [place.zeros(x.shape, accumulable(x).dtype, None) for x in shared]
+        queue = self._start(arrays, self.num_layers - 1, -1, ct_x) if self.regather else ()
+        carry = ct_x, zeros, queue
+        xs = self._indexed(inputs), saved, ct_aux
+        (ct_x, ct_shared, _), (left, ct_own) = lax.scan(
+            body, carry, xs, reverse=True, unroll=self.unroll
+        )
+        ct_shared = [ct.astype(x.dtype) for ct, x in zip(ct_shared, shared, strict=True)]
+        return left, ct_x, (ct_shared, ct_own)
+
+    def _indexed(self, inputs: Parts) -> tuple[jax.Array, Parts]:
+        return jnp.arange(self.num_layers), Parts(inputs.floating[1], inputs.others[1])
+
+    def _take(self, arrays: Arrays, index: Any) -> Arrays:
+        """One layer's arrays at rest."""
+        return [lax.dynamic_index_in_dim(array, index, keepdims=False) for array in arrays]
+
+    def _start(self, arrays: Arrays, first: int, direction: int, x: PyTree) -> tuple[Arrays, ...]:
+        """The queue before the first turn.
+
+        The barrier keeps its gathers behind `x`: free to move, they would move to the top of the
+        step and hold these layers all the while.
+        """
+        layers = [self._take(arrays, first + direction * i) for i in range(self.prefetch)]
+        layers, _ = lax.optimization_barrier((layers, x))
+        return tuple(map(self.layer.gather, layers))
+
+    def _turn(self, arrays: Arrays, queue: tuple[Arrays, ...], index: Any, direction: int) -> tuple:
+        """Gathers the layer `prefetch` ahead; returns the one whose turn it is, and the queue.
+
+        In the last `prefetch` turns there is no layer ahead, and the last one is gathered again.
+        """
+        ahead = jnp.clip(index + direction * self.prefetch, 0, self.num_layers - 1)
+        queue = (*queue, self.layer.gather(self._take(arrays, ahead)))
+        return queue[0], queue[1:]
+
+
+def _with(inputs: Parts, own: Parts) -> Parts:
+    """The inputs of one layer: what all share, and its own."""
+    return Parts((inputs.floating[0], own.floating), (inputs.others[0], own.others))
+
+
+def _run(engine: _Single | _Stack, entries: list[Entry], x: PyTree, inputs: Parts) -> Any:
+    """Runs an engine with its own backward; returns x or (x, aux)."""
+    joins = []
+
+    def forward(arrays: Arrays, x: PyTree, inputs: Parts) -> tuple:
+        out, (others, join), saved = engine.forward(arrays, x, inputs)
+        joins.append(join)
+        return (out, others), saved
+
+    @jax.custom_vjp
+    def run(arrays, sinks, x, inputs):
+        del sinks
+        return forward(arrays, x, inputs)[0]
+
+    def run_forward(arrays, sinks, x, inputs):
+        del sinks
+        out, saved = forward(arrays, x, inputs)
+        return out, (arrays, saved, inputs)
+
+    def run_backward(residuals, cotangents):
+        arrays, saved, inputs = residuals
+        left, ct_x, ct_floating = engine.backward(arrays, saved, inputs, cotangents[0])
+        return None, left, ct_x, Parts(ct_floating, None)
+
+    run.defvjp(run_forward, run_backward)
+    local = functools.partial(jax.tree.map, engine.layer.entrance.place.local)
+    (x, aux), others = run(
+        [entry.array for entry in entries],
+        [entry.sink for entry in entries if entry.sink is not None],
+        local(x),
+        Parts(local(inputs.floating), inputs.others),
+    )
+    aux = joins[0](Parts(aux, others))
+    return x if aux is None else (x, aux)
+
+
+def _num_layers(stacked_params: PyTree, per_layer: PyTree) -> int:
+    flat = jax.tree.leaves_with_path((stacked_params, per_layer))
+    if not jax.tree.leaves(stacked_params):
+        raise ValueError("scan_layers: stacked_params has no arrays; pass the stacked weights.")
+    shapes = [(leaf_path(path[1:]), jnp.shape(x)) for path, x in flat]
+    first_name, first = shapes[0]
+    for name, shape in shapes:
+        if not (shape and first and shape[0] == first[0]):
+            raise ValueError(
+                f"scan_layers: leaf {name!r} has shape {shape} and {first_name!r} has {first}; the "
+                "first dimension of each must count the layers. Stack them with jnp.stack."
+            )
+    return first[0]
+
+
+def _check_choices(remat: str, prefetch: int) -> None:
+    if remat not in ("full", "none"):
+        raise ValueError(f'remat is {remat!r}; pass "full" or "none".')
+    if prefetch not in range(9):
+        raise ValueError(f"prefetch is {prefetch!r}; pass 0, 1 or 2 layers (at most 8).")
+
+
+def _plain_scan(block, stacked_params, x, broadcast, per_layer, remat, unroll):
+    def body(x, xs):
+        params, inputs = xs
+        out = block(params, x, *broadcast, *(() if per_layer is None else (inputs,)))
+        return split_output(out, x)
+
+    if remat == "full":
+        body = jax.checkpoint(body, prevent_cse=False)
+    x, aux = lax.scan(body, x, (stacked_params, per_layer), unroll=unroll)
+    return x if aux is None else (x, aux)
