@@ -18,6 +18,7 @@ FLOORS = {
     "paths": 0,
     "table": 0,
     "mesh": 0,
+    "compiler": 0,
     "collectives": 1,
     "entrance": 2,
     "block": 3,

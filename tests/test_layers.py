@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -250,6 +251,36 @@ def test_the_other_stages_gather_no_layer(microbatches):
         assert found[0] == {("all-reduce", "loop"): 8}
     else:
         assert found[0] == {("all-reduce of the stack", "top"): 2}
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_traffic_is_the_stage_tables(stage, microbatches):
+    """Elements per device in units of (N - 1) / N; an all-reduce moves its array twice."""
+    step = stack_step(stage=stage, microbatches=microbatches, prefetch=0)
+    moved = collectives_of(compiled(step, BATCH).as_text())
+    units = sum(
+        size * times * (2 if kind == "all-reduce" else 1)
+        for (kind, size, _), times in moved.items()
+        if size != WIDTH * 16  # the root unit
+    )
+    assert units == step.plan.stage.traffic(microbatches) * 2 * 4 * LEAF
+
+
+@pytest.mark.parametrize(
+    ("precision", "gather", "scatter"),
+    [("fp32", "f32", "f32"), ("bf16", "bf16", "f32"), ("bf16_master", "bf16", "bf16")],
+)
+def test_dtypes_on_the_wire(precision, gather, scatter):
+    """Read before XLA's CPU passes, which widen bf16 collectives."""
+    step = stack_step(precision=precision, microbatches=2)
+    text = step.lower(step.plan.abstract_state, BATCH).as_text()
+    operand = r"\(tensor<(?:\d+x)+(\w+)>\) -> tensor<(?:\d+x)+\w+>"
+    gathers = re.findall(rf"stablehlo\.all_gather.*?{operand}", text)
+    scatters = re.findall(rf"stablehlo\.reduce_scatter.*?\}}\) : {operand}", text, re.DOTALL)
+    assert len(gathers) > 4
+    assert len(scatters) > 2
+    assert (set(gathers), set(scatters)) == ({gather}, {scatter})
 
 
 def test_a_gather_at_the_top_is_noticed():

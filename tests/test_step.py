@@ -149,6 +149,25 @@ def test_both_partitioners_draw_the_same_dropout():
     assert not np.allclose(manual[0], plain, rtol=1e-3)
 
 
+def test_a_resumed_run_draws_the_same_dropout():
+    plan = toy.make_plan(stage=3)
+    step = zj.make_train_step(noise_loss, plan)
+    state, data = zj.init_state(plan, jax.random.key(0)), list(toy.batches())
+    state, _ = step(state, data[0])
+    saved = jax.device_get(state._replace(key=jax.random.key_data(state.key)))
+    ends = []
+    for _ in range(2):
+        restored = saved._replace(key=jax.random.wrap_key_data(jnp.asarray(saved.key)))
+        state = jax.device_put(restored, plan.state_shardings)
+        losses = []
+        for batch in data[1:]:
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+        ends.append((losses, jax.device_get(state.params)))
+    jax.tree.map(np.testing.assert_array_equal, ends[0], ends[1])
+    assert step.jitted._cache_size() == 1
+
+
 @BOTH
 def test_keys_differ_between_steps_microbatches_and_devices(partitioner):
     """The loss function returns its draw; all 3 steps x 2 microbatches x 8 devices are apart."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax import compiler
 from zerojax.checks import check_batch, check_plan, check_rows, check_state, check_types
 from zerojax.collectives import device_index
 from zerojax.gradients import (
@@ -36,7 +37,12 @@ Metrics = dict[str, Any]
 
 
 def make_train_step(
-    loss_fn: LossFn, plan: Plan, *, microbatches: int = 1, skip_nonfinite: bool = False
+    loss_fn: LossFn,
+    plan: Plan,
+    *,
+    microbatches: int = 1,
+    skip_nonfinite: bool = False,
+    compiler_options: Mapping[str, bool | int | str] | None = None,
 ) -> Step:
     """Returns `step(state, batch) -> (state, metrics)`, one optimizer update, compiled.
 
@@ -53,6 +59,8 @@ def make_train_step(
       microbatches: how many slices each device makes of its rows, one after another.
       skip_nonfinite: if any gradient is not finite, leave the whole state as it was, bit by bit,
         and report `skipped` = 1 in the metrics.
+      compiler_options: XLA's, as `jax.jit` takes them; None is `zerojax.compiler.GPU_OPTIONS` on
+        GPUs and none elsewhere.
 
     Returns:
       A Step. The state given to it is donated: use the one it returns. `metrics` is a dict of
@@ -100,7 +108,7 @@ def make_train_step(
             metrics["skipped"] = 1 - finite.astype(jnp.int32)
         return new, metrics
 
-    return Step(train_step, plan, microbatches=microbatches, donate=True)
+    return Step(train_step, plan, microbatches, compiler_options, donate=True)
 
 
 def make_eval_step(loss_fn: LossFn, plan: Plan) -> Step:
@@ -127,7 +135,7 @@ def make_eval_step(loss_fn: LossFn, plan: Plan) -> Step:
         run = plan.partitioner.per_device(device_sums, rest_specs(plan), P())
         return run(state.params, batch, key).metrics()
 
-    return Step(eval_step, plan, microbatches=1, donate=False)
+    return Step(eval_step, plan, 1, None, donate=False)
 
 
 class Step:
@@ -137,7 +145,15 @@ class Step:
     `step.jitted`, the function that `jax.jit` returned.
     """
 
-    def __init__(self, fn: Callable[..., Any], plan: Plan, *, microbatches: int, donate: bool):
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        plan: Plan,
+        microbatches: int,
+        options: Mapping[str, bool | int | str] | None,
+        *,
+        donate: bool,
+    ):
         self.plan = plan
         self.microbatches = microbatches
         replicated = NamedSharding(plan.mesh, P())
@@ -147,6 +163,7 @@ class Step:
             in_shardings=(plan.state_shardings, plan.batch_sharding),
             out_shardings=outputs,
             donate_argnums=(0,) if donate else (),
+            compiler_options=compiler.compiler_options(plan.mesh, options),
             keep_unused=True,  # a leaf of the state that the step does not read is donated too
         )
 
