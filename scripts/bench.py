@@ -147,8 +147,13 @@ def make_programs(config: TransformerConfig, mesh: Mesh, rows: int) -> list[Prog
         plain("one device, unsharded", *unsharded),
         plain("naive NamedSharding", *naive_step(loss_fn, optimizer, mesh, params), sharded),
     ]
-    for name, plan in plans.items():
-        step, batch = zj.make_train_step(loss_fn, plan), zj.shard_batch(host, plan)
+    late = functools.partial(transformer.loss_fn, dataclasses.replace(config, prefetch=0))
+    cases = [(name, plan, loss_fn) for name, plan in plans.items()]
+    cases += [
+        (f"{name}, prefetch 0", plan, late) for name, plan in plans.items() if "stage 3" in name
+    ]
+    for name, plan, loss in cases:
+        step, batch = zj.make_train_step(loss, plan), zj.shard_batch(host, plan)
         state = zj.init_state(plan, jax.random.key(0))
         run = repeat(lambda state, step=step, batch=batch: step(state, batch), state)
         programs.append(Program(name, run, live_bytes(state._replace(key=None))))

@@ -20,12 +20,13 @@ def test_bench_prints_a_ratio_for_every_program(capsys):
     printed, said = capsys.readouterr()
     assert max(map(len, printed.splitlines())) <= 100
     table = printed.split("\n\n")[1].splitlines()
-    assert max(map(len, table)) <= 80
+    assert max(map(len, table)) <= 90
     assert "time / unsharded  middle half  time / naive" in table[0]
     naive = next(line.split() for line in table if line.startswith("naive NamedSharding "))
     assert naive[-3] == "1.00"
     assert ratios["one device, unsharded"] == 1
     expected = {f"stage {n}, {p}" for n in range(4) for p in ("manual", "auto")}
+    expected |= {f"stage 3, {p}, prefetch 0" for p in ("manual", "auto")}
     assert set(ratios) - expected == {"one device, unsharded", "naive NamedSharding"}
     sizes = dict(re.findall(r"^(stage \d, \w+) .* ([\d.]+ [kM]B)$", printed, re.MULTILINE))
     assert sizes["stage 0, manual"] == sizes["stage 0, auto"] == "2.80 MB"
@@ -35,7 +36,7 @@ def test_bench_prints_a_ratio_for_every_program(capsys):
         "Simulated devices share this machine's cores: "
         "a ratio below 1.00 is not a speed-up by ZeRO."
     )
-    assert "compiling 3 of 10: stage 0, manual" in said.splitlines()
+    assert "compiling 3 of 12: stage 0, manual" in said.splitlines()
     assert "\r" not in said
 
 
