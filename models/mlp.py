@@ -7,6 +7,8 @@ Shape letters: N rows, I inputs, H hidden, O outputs, L layers.
 import jax
 import jax.numpy as jnp
 
+import zerojax as zj
+
 
 def init_params(
     key: jax.Array,
@@ -51,7 +53,7 @@ def loss_fn(params, batch, key=None) -> tuple[jax.Array, jax.Array]:
         `(loss_sum, weight)`, two fp32 scalars; `key` is not used.
     """
     x_NH = dense(params["in"], batch["x"].astype(params["in"]["kernel"].dtype))
-    x_NH, _ = jax.lax.scan(lambda x_NH, layer: (block(layer, x_NH), None), x_NH, params["blocks"])
+    x_NH = zj.scan_layers(block, params["blocks"], x_NH)
     error_NO = dense(params["out"], x_NH).astype(jnp.float32) - batch["y"]
     weight_N = batch["weight"].astype(jnp.float32)
     return jnp.sum(weight_N * jnp.sum(error_NO**2, axis=-1)), jnp.sum(weight_N)
