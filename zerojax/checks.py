@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
 from zerojax.partition import format_spec
@@ -87,6 +88,16 @@ def check_types(plan: Plan, state: TrainState, culprit: str = "") -> None:
                 f"state leaf {path!r} is {dtype}{list(shape)}; the plan says "
                 f"{want.dtype}{list(want.shape)}. {remedy}"
             )
+
+
+def check_alive(state: TrainState) -> None:
+    """Raises ValueError if the state was donated to an earlier step; its arrays go together."""
+    step = getattr(state, "step", None)
+    if isinstance(step, jax.Array) and not isinstance(step, Tracer) and step.is_deleted():
+        raise ValueError(
+            "this state was given to an earlier step, which reused its memory. Keep the state that "
+            "the step returns: state, metrics = step(state, batch)."
+        )
 
 
 def check_state(plan: Plan, state: TrainState) -> None:

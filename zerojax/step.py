@@ -17,7 +17,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import compiler
-from zerojax.checks import check_batch, check_plan, check_rows, check_state, check_types
+from zerojax.checks import (
+    check_alive,
+    check_batch,
+    check_plan,
+    check_rows,
+    check_state,
+    check_types,
+)
 from zerojax.collectives import device_index
 from zerojax.gradients import (
     enter,
@@ -170,18 +177,12 @@ class Step:
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
         """Runs the step. With `make_train_step` the state is donated."""
         check_rows(batch, self.plan.num_devices, self.microbatches)
+        check_alive(state)
         try:
             return self.jitted(state, jax.tree.map(self._place, batch))
         except (TypeError, ValueError):
             check_state(self.plan, state)
             check_batch(self.plan, batch)
-            raise
-        except RuntimeError as error:
-            if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state)):
-                raise ValueError(
-                    "this state was given to an earlier step, which reused its memory. Keep the "
-                    "state that the step returns: state, metrics = step(state, batch)."
-                ) from error
             raise
 
     def lower(self, abstract_state: TrainState, abstract_batch: PyTree) -> jax.stages.Lowered:
