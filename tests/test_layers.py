@@ -385,6 +385,39 @@ def free_form_params(key):
     }
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_blocks_take_and_give(stage):
+    """Python scalars, static ones too, None, an aux of None, outputs of another structure."""
+
+    def loss_fn(params, batch, key):
+        def halve(p, x, rate, times, nothing):
+            assert nothing is None
+            for _ in range(times):
+                x = x + rate * jnp.tanh(x @ p["up"]) @ p["down"]
+            return x, None
+
+        x, aux = zj.scan_layers(halve, params["blocks"], batch["x"], 0.5, 2, None)
+        assert aux is None
+        split = lambda p, x: {"a": x[:, :8] @ p["head"][:8], "b": (x.sum(), 3)}
+        out = zj.apply_layer(split, {"head": params["head"]}, x)
+        pair = zj.apply_layer(lambda p, x: (x @ p["head"], None), {"head": params["head"]}, x)
+        assert pair[1] is None
+        return jnp.sum(out["a"] ** 2) + out["b"][0] * out["b"][1] + pair[0].sum(), x.size
+
+    plan = stack_step(stage=stage).plan
+    step, state = zj.make_train_step(loss_fn, plan), zj.init_state(plan, jax.random.key(0))
+    x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
+    params = jax.device_get(state.params)
+    expected = loss_fn(params, {"x": x}, None)
+    _, metrics = step(state, {"x": x})
+    np.testing.assert_allclose(metrics["loss"], expected[0] / expected[1], rtol=1e-5)
+
+
+def test_regather_changes_nothing_where_nothing_is_gathered():
+    for stage in (0, 1, 2):
+        assert temp_bytes(stage=stage, regather=False) == temp_bytes(stage=stage)
+
+
 @pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize("partitioner", ["manual", "auto"])
 def test_layers_of_different_shapes_equal_plain_optax(partitioner, remat):
@@ -526,8 +559,20 @@ ADD = lambda p, x: x + x @ p["up"] @ p["down"]
             ["'up' [4, 64, 256] is not one of", "untouched", "broadcast or per_layer"],
         ),
         (
+            lambda p, x: zj.scan_layers(lambda q, x: x * p["head"][0, 0], p["blocks"], x),
+            ["closes over a traced array, float32[", "broadcast"],
+        ),
+        (
+            lambda p, x: zj.apply_layer(lambda q, x: x @ q["h"] @ p["head"].T, {"h": p["head"]}, x),
+            ["closes over a traced array", "[64, 16]", "broadcast"],
+        ),
+        (
+            lambda p, x: jax.grad(lambda x: zj.scan_layers(ADD, p["blocks"], x).sum())(x),
+            ["differentiates a gradient", "lax.stop_gradient"],
+        ),
+        (
             lambda p, x: jax.checkpoint(lambda q: zj.scan_layers(ADD, q, x))(p["blocks"]),
-            ["not one of the arrays", "jax.checkpoint of your own"],
+            ["not one of the arrays", "jax.checkpoint, jax.grad or another block"],
         ),
         (lambda p, x: zj.apply_layer(ADD, p["blocks"], x), ["'down'", "stacked; use scan_layers"]),
         (

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from zerojax.entrance import Entrance, Entry
+from zerojax.paths import leaf_path
 
 PyTree = Any
 Arrays = list[jax.Array]
@@ -32,16 +34,16 @@ def part(tree: PyTree) -> tuple[Parts, Callable[[Parts], PyTree]]:
         return treedef.unflatten([next(floating if f else others) for f in is_floating])
 
     pairs = list(zip(leaves, is_floating, strict=True))
-    return Parts([x for x, f in pairs if f], [x for x, f in pairs if not f]), join
+    return Parts([jnp.asarray(x) for x, f in pairs if f], [x for x, f in pairs if not f]), join
 
 
-def split_output(out: Any, x: PyTree) -> tuple[PyTree, PyTree]:
-    """Tells a block's `x` from `(x, aux)`; without an aux it is None."""
+def split_output(out: Any, x: PyTree) -> tuple[PyTree, tuple]:
+    """Tells a block's `x` from `(x, aux)`: returns (x, ()) or (x, (aux,))."""
     same = jax.tree.structure(x)
     if jax.tree.structure(out) == same:
-        return out, None
+        return out, ()
     if isinstance(out, tuple) and len(out) == 2 and jax.tree.structure(out[0]) == same:
-        return out
+        return out[0], (out[1],)
     raise ValueError(
         f"the block returned a tree of structure {jax.tree.structure(out)}; it must return x, of "
         f"structure {same}, or (x, aux)."
@@ -51,12 +53,55 @@ def split_output(out: Any, x: PyTree) -> tuple[PyTree, PyTree]:
 def check_same(x: PyTree, y: PyTree) -> None:
     """Raises ValueError unless a block of a stack handed on what it was given."""
     for (path, old), new in zip(jax.tree.leaves_with_path(x), jax.tree.leaves(y), strict=True):
-        if old.shape != new.shape or old.dtype != new.dtype:
+        before, after = ((jnp.result_type(a), list(jnp.shape(a))) for a in (old, new))
+        if before != after:
             raise ValueError(
-                f"the block turned x{jax.tree_util.keystr(path)} from {old.dtype}"
-                f"{list(old.shape)} into {new.dtype}{list(new.shape)}; all layers of a stack must "
-                "hand on the same. Cast or project inside the block, or use apply_layer."
+                f"the block turned x{jax.tree_util.keystr(path)} from {before[0]}{before[1]} into "
+                f"{after[0]}{after[1]}; all layers of a stack must hand on the same. Cast or "
+                "project inside the block, or use apply_layer."
             )
+
+
+def check_closure(block: Callable[..., Any], weights: Arrays, x: PyTree, inputs: Parts) -> None:
+    """Raises ValueError if a block closes over a traced floating array.
+
+    The backward runs the block again, where such an array is out of reach, and so is its gradient.
+    """
+
+    def run(weights, x, floating):
+        return block(weights, x, Parts(floating, inputs.others))
+
+    for const in jax.make_jaxpr(run)(weights, x, inputs.floating).consts:
+        if isinstance(const, Tracer) and jnp.issubdtype(const.dtype, jnp.inexact):
+            raise ValueError(
+                f"the block closes over a traced array, {const.dtype}{list(const.shape)}: a weight "
+                "or something computed outside the block. Pass it through broadcast, or through "
+                "per_layer if each layer has its own; its gradient comes back the same way."
+            )
+
+
+def count_layers(stacked_params: PyTree, per_layer: PyTree) -> int:
+    """The number of layers; ValueError unless every leaf agrees on it."""
+    flat = jax.tree.leaves_with_path((stacked_params, per_layer))
+    if not jax.tree.leaves(stacked_params):
+        raise ValueError("scan_layers: stacked_params has no arrays; pass the stacked weights.")
+    shapes = [(leaf_path(path[1:]), jnp.shape(x)) for path, x in flat]
+    first_name, first = shapes[0]
+    for name, shape in shapes:
+        if not (shape and first and shape[0] == first[0]):
+            raise ValueError(
+                f"scan_layers: leaf {name!r} has shape {shape} and {first_name!r} has {first}; the "
+                "first dimension of each must count the layers. Stack them with jnp.stack."
+            )
+    return first[0]
+
+
+def check_choices(remat: str, prefetch: int) -> None:
+    """Raises ValueError for what `scan_layers` does not know."""
+    if remat not in ("full", "none"):
+        raise ValueError(f'remat is {remat!r}; pass "full" or "none".')
+    if prefetch not in range(9):
+        raise ValueError(f"prefetch is {prefetch!r}; pass 0, 1 or 2 layers (at most 8).")
 
 
 class Layer(NamedTuple):

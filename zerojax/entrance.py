@@ -120,8 +120,9 @@ def recognise(inside: Inside, params: Any, *, stacked: bool) -> list[Entry]:
             raise ValueError(
                 f"params leaf {name!r} {list(shape)} is not one of the arrays that the loss "
                 "function received. Pass its weights on untouched (they are in the compute dtype "
-                "already), outside any jax.jit or jax.checkpoint of your own; pass what you "
-                "computed through broadcast or per_layer."
+                "already): not from inside a jax.jit, jax.checkpoint, jax.grad or another block of "
+                "your own, and not through lax.stop_gradient (use make_plan(frozen=...)). What you "
+                "computed goes through broadcast or per_layer."
             )
         if entry.stacked and not stacked:
             raise ValueError(f"params leaf {name!r} {list(shape)} is stacked; use scan_layers.")

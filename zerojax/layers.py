@@ -17,9 +17,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.block import Arrays, Layer, Parts, check_same, part, split_output
+from zerojax.block import (
+    Arrays,
+    Layer,
+    Parts,
+    check_choices,
+    check_closure,
+    check_same,
+    count_layers,
+    part,
+    split_output,
+)
 from zerojax.entrance import Entry, current, recognise
-from zerojax.paths import leaf_path
 from zerojax.precision import accumulable
 
 PyTree = Any
@@ -67,8 +76,8 @@ def scan_layers(
       >>> scan_layers(block, {"w": jnp.ones((3, 2, 2))}, jnp.ones((1, 2))).shape
       (1, 2)
     """
-    num_layers = _num_layers(stacked_params, per_layer)
-    _check_choices(remat, prefetch)
+    num_layers = count_layers(stacked_params, per_layer)
+    check_choices(remat, prefetch)
     inside = current()
     if inside is None:
         return _plain_scan(block, stacked_params, x, broadcast, per_layer, remat, unroll)
@@ -84,14 +93,17 @@ def scan_layers(
         check_same(x, y)
         return y, aux
 
-    layer = Layer(inside.entrance, [entry.layer() for entry in entries], run_block, remat)
     inputs = Parts((shared.floating, own.floating), (shared.others, own.others))
-    return _run(
-        _Stack(layer, num_layers, min(prefetch, num_layers - 1), regather, unroll),
-        entries,
-        x,
-        inputs,
+    weights, own_floating, own_others = jax.tree.map(
+        lambda a: a[0], (jax.tree.leaves(stacked_params), own.floating, own.others)
     )
+    first = Parts((shared.floating, own_floating), (shared.others, own_others))
+    check_closure(run_block, weights, x, first)
+    regather = regather or not any(any(entry.rest) for entry in entries)
+    layer = Layer(inside.entrance, [entry.layer() for entry in entries], run_block, remat)
+    stack = _Stack(layer, num_layers, min(prefetch, num_layers - 1), regather, unroll)
+    x, aux = _run(stack, entries, x, inputs)
+    return (x, *aux) if aux else x
 
 
 def apply_layer(
@@ -102,7 +114,7 @@ def apply_layer(
     Args and errors are those of `scan_layers`, except that `x` may change: the block's output is
     returned as it is, `x` or `(x, aux)`, and the parameters are not stacked.
     """
-    _check_choices(remat, 0)
+    check_choices(remat, 0)
     inside = current()
     if inside is None:
         call = jax.checkpoint(block) if remat == "full" else block
@@ -112,9 +124,11 @@ def apply_layer(
     inputs, join = part(broadcast)
 
     def run_block(weights: Arrays, x: PyTree, inputs: Parts) -> tuple[PyTree, PyTree]:
-        return split_output(block(treedef.unflatten(weights), x, *join(inputs)), x)
+        return (), block(treedef.unflatten(weights), x, *join(inputs))  # all of it is "aux"
 
-    return _run(_Single(Layer(inside.entrance, entries, run_block, remat)), entries, x, inputs)
+    check_closure(run_block, jax.tree.leaves(params), x, inputs)
+    single = _Single(Layer(inside.entrance, entries, run_block, remat))
+    return _run(single, entries, x, inputs)[1]
 
 
 class _Single(NamedTuple):
@@ -225,7 +239,7 @@ def _with(inputs: Parts, own: Parts) -> Parts:
 
 
 def _run(engine: _Single | _Stack, entries: list[Entry], x: PyTree, inputs: Parts) -> Any:
-    """Runs an engine with its own backward; returns x or (x, aux)."""
+    """Runs an engine with its own backward; returns (x, aux)."""
     joins = []
 
     def forward(arrays: Arrays, x: PyTree, inputs: Parts) -> tuple:
@@ -239,13 +253,13 @@ def _run(engine: _Single | _Stack, entries: list[Entry], x: PyTree, inputs: Part
         return forward(arrays, x, inputs)[0]
 
     def run_forward(arrays, sinks, x, inputs):
-        del sinks
         out, saved = forward(arrays, x, inputs)
-        return out, (arrays, saved, inputs)
+        return out, (arrays, sinks, saved, inputs)
 
     def run_backward(residuals, cotangents):
-        arrays, saved, inputs = residuals
-        left, ct_x, ct_floating = engine.backward(arrays, saved, inputs, cotangents[0])
+        arrays, sinks, saved, inputs = residuals
+        out = engine.backward(arrays, saved, inputs, cotangents[0])
+        left, ct_x, ct_floating = _first_order(out, sinks)
         return None, left, ct_x, Parts(ct_floating, None)
 
     run.defvjp(run_forward, run_backward)
@@ -256,30 +270,25 @@ def _run(engine: _Single | _Stack, entries: list[Entry], x: PyTree, inputs: Part
         local(x),
         Parts(local(inputs.floating), inputs.others),
     )
-    aux = joins[0](Parts(aux, others))
-    return x if aux is None else (x, aux)
+    return x, joins[0](Parts(aux, others))
 
 
-def _num_layers(stacked_params: PyTree, per_layer: PyTree) -> int:
-    flat = jax.tree.leaves_with_path((stacked_params, per_layer))
-    if not jax.tree.leaves(stacked_params):
-        raise ValueError("scan_layers: stacked_params has no arrays; pass the stacked weights.")
-    shapes = [(leaf_path(path[1:]), jnp.shape(x)) for path, x in flat]
-    first_name, first = shapes[0]
-    for name, shape in shapes:
-        if not (shape and first and shape[0] == first[0]):
-            raise ValueError(
-                f"scan_layers: leaf {name!r} has shape {shape} and {first_name!r} has {first}; the "
-                "first dimension of each must count the layers. Stack them with jnp.stack."
-            )
-    return first[0]
+@jax.custom_vjp
+def _first_order(gradients: PyTree, sinks: Arrays) -> PyTree:
+    """The gradients as they are; an error if they are differentiated with respect to the sinks."""
+    del sinks
+    return gradients
 
 
-def _check_choices(remat: str, prefetch: int) -> None:
-    if remat not in ("full", "none"):
-        raise ValueError(f'remat is {remat!r}; pass "full" or "none".')
-    if prefetch not in range(9):
-        raise ValueError(f"prefetch is {prefetch!r}; pass 0, 1 or 2 layers (at most 8).")
+def _refuse(*_: Any) -> Any:
+    raise ValueError(
+        "the loss function differentiates a gradient that went through scan_layers or apply_layer. "
+        "The engine has first derivatives only: hold the inner gradient with lax.stop_gradient, or "
+        "run these layers with a plain lax.scan."
+    )
+
+
+_first_order.defvjp(lambda gradients, sinks: (gradients, None), _refuse)
 
 
 def _plain_scan(block, stacked_params, x, broadcast, per_layer, remat, unroll):
@@ -291,4 +300,4 @@ def _plain_scan(block, stacked_params, x, broadcast, per_layer, remat, unroll):
     if remat == "full":
         body = jax.checkpoint(body, prevent_cse=False)
     x, aux = lax.scan(body, x, (stacked_params, per_layer), unroll=unroll)
-    return x if aux is None else (x, aux)
+    return (x, *aux) if aux else x
