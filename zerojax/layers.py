@@ -21,6 +21,7 @@ from zerojax.block import (
     Arrays,
     Layer,
     Parts,
+    PyTree,
     check_choices,
     check_closure,
     check_same,
@@ -30,8 +31,6 @@ from zerojax.block import (
 )
 from zerojax.entrance import Entry, current, recognise
 from zerojax.precision import accumulable
-
-PyTree = Any
 
 
 def scan_layers(
@@ -226,7 +225,7 @@ class _Stack(NamedTuple):
     def _turn(self, arrays: Arrays, queue: tuple[Arrays, ...], index: Any, direction: int) -> tuple:
         """Gathers the layer `prefetch` ahead; returns the one whose turn it is, and the queue.
 
-        In the last `prefetch` turns there is no layer ahead, and the last one is gathered again.
+        In the last `prefetch` turns none is ahead, and the last layer is gathered again.
         """
         ahead = jnp.clip(index + direction * self.prefetch, 0, self.num_layers - 1)
         queue = (*queue, self.layer.gather(self._take(arrays, ahead)))
@@ -249,7 +248,6 @@ def _run(engine: _Single | _Stack, entries: list[Entry], x: PyTree, inputs: Part
 
     @jax.custom_vjp
     def run(arrays, sinks, x, inputs):
-        del sinks
         return forward(arrays, x, inputs)[0]
 
     def run_forward(arrays, sinks, x, inputs):
@@ -276,7 +274,6 @@ def _run(engine: _Single | _Stack, entries: list[Entry], x: PyTree, inputs: Part
 @jax.custom_vjp
 def _first_order(gradients: PyTree, sinks: Arrays) -> PyTree:
     """The gradients as they are; an error if they are differentiated with respect to the sinks."""
-    del sinks
     return gradients
 
 
