@@ -29,7 +29,7 @@ train: env
 test: .venv/installed-aot
 	@$(RUN) pytest -m "not full" $(ARGS)
 
-# The exhaustive products, about 20 minutes on 2 cores.
+# The exhaustive products, about 25 minutes on 2 cores.
 test-full: env
 	@$(RUN) pytest -m full $(ARGS)
 
