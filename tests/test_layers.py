@@ -457,7 +457,6 @@ def test_one_layer_is_gathered_again_in_the_backward():
 
     plan = zj.make_plan(init, optax.sgd(0.1), zj.make_mesh(), stage=3)
     step = zj.make_train_step(loss_fn, plan)
-    assert step.lower(plan.abstract_state, BATCH).as_text().count("stablehlo.all_gather") == 4
     found = collectives_of(compiled(step, BATCH).as_text())
     # The CPU backend of jax 0.11 merges the two gathers of a weight in spite of the barrier.
     gathers = 4 if jax.__version_info__ >= (0, 12) else 2
