@@ -155,15 +155,15 @@ def test_a_resumed_run_draws_the_same_dropout():
     state, data = zj.init_state(plan, jax.random.key(0)), list(toy.batches())
     state, _ = step(state, data[0])
     saved = jax.device_get(state._replace(key=jax.random.key_data(state.key)))
+    restored = saved._replace(key=jax.random.wrap_key_data(jnp.asarray(saved.key)))
+    restored = jax.device_put(restored, plan.state_shardings)
     ends = []
-    for _ in range(2):
-        restored = saved._replace(key=jax.random.wrap_key_data(jnp.asarray(saved.key)))
-        state = jax.device_put(restored, plan.state_shardings)
+    for run in (state, restored):
         losses = []
         for batch in data[1:]:
-            state, metrics = step(state, batch)
+            run, metrics = step(run, batch)
             losses.append(float(metrics["loss"]))
-        ends.append((losses, jax.device_get(state.params)))
+        ends.append((losses, jax.device_get(run.params)))
     jax.tree.map(np.testing.assert_array_equal, ends[0], ends[1])
     assert step.jitted._cache_size() == 1
 
