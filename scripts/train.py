@@ -120,7 +120,6 @@ def make_mesh(num_devices: int | None) -> Mesh:
     """Return a mesh of so many devices: accelerators, or simulated ones on a CPU (None: 8)."""
     with contextlib.suppress(RuntimeError):  # once JAX runs, the devices are those it has
         jax.config.update("jax_num_cpu_devices", num_devices or 8)
-        jax.config.update("jax_cpu_enable_async_dispatch", False)  # as in zj.simulate_devices
     found, kind = jax.device_count(), jax.devices()[0].device_kind
     if num_devices and not 1 <= num_devices <= found:
         remedy = f"give --devices {found}{' or fewer' if found > 1 else ''}"

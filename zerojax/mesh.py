@@ -34,9 +34,6 @@ def simulate_devices(num_devices: int) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
         jax.config.update("jax_platforms", "cpu")
-        # One program at a time: with many steps in flight on few cores, the devices of one can wait
-        # for threads that another holds, until XLA ends the process (seen with jax 0.11).
-        jax.config.update("jax_cpu_enable_async_dispatch", False)
         found = len(jax.devices())
     except RuntimeError:  # JAX refuses to change the number once its backends have started
         found = len(jax.devices())

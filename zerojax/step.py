@@ -163,6 +163,9 @@ class Step:
     ):
         self.plan = plan
         self.microbatches = microbatches
+        # One step at a time on simulated devices: with many in flight on few cores, the devices of
+        # one wait for threads that another holds, until XLA ends the process (seen on jax 0.11).
+        self.simulated = plan.mesh.devices.flat[0].platform == "cpu"
         replicated = NamedSharding(plan.mesh, P())
         outputs = (plan.state_shardings, replicated) if donate else replicated
         self.jitted = jax.jit(
@@ -178,6 +181,8 @@ class Step:
         """Runs the step. With `make_train_step` the state is donated."""
         check_rows(batch, self.plan.num_devices, self.microbatches)
         check_alive(state)
+        if self.simulated:
+            jax.block_until_ready(jax.tree.leaves(state)[:1])
         try:
             return self.jitted(state, jax.tree.map(self._place, batch))
         except (TypeError, ValueError):
