@@ -180,9 +180,12 @@ def run_steps(
 
 def evaluate(eval_step: zj.Step, state: zj.TrainState, batches: Sequence[Batch]) -> float:
     """Return the mean loss per token over all batches."""
-    results = [eval_step(state, zj.shard_batch(batch, eval_step.plan)) for batch in batches]
-    losses = [float(result["loss"]) for result in results]
-    return float(np.average(losses, weights=[float(result["weight"]) for result in results]))
+    losses, weights = [], []
+    for batch in batches:
+        metrics = jax.device_get(eval_step(state, zj.shard_batch(batch, eval_step.plan)))
+        losses.append(float(metrics["loss"]))
+        weights.append(float(metrics["weight"]))
+    return float(np.average(losses, weights=weights))
 
 
 def train(

@@ -236,7 +236,9 @@ def test_dropout_follows_its_key_and_is_off_in_eval(config):
     assert loss(one)[0] == loss(one)[0]
     assert abs(loss(one)[0] - loss(two)[0]) > 1e-3
     assert abs(loss(one)[0] - without) > 1e-3
-    assert evaluate(one)[0] == evaluate(two)[0] == loss(None)[0] == without
+    assert evaluate(one)[0] == evaluate(two)[0]
+    assert loss(None)[0] == without
+    np.testing.assert_allclose(evaluate(one)[0], without, rtol=1e-6)  # compiled, and not
     assert loss_fn(config, params, batch, one)[0] == without
 
 
