@@ -4,6 +4,7 @@
 import contextlib
 import dataclasses
 import math
+import os
 import sys
 import time
 from collections import deque
@@ -120,6 +121,7 @@ def make_mesh(num_devices: int | None) -> Mesh:
     """Return a mesh of so many devices: accelerators, or simulated ones on a CPU (None: 8)."""
     with contextlib.suppress(RuntimeError):  # once JAX runs, the devices are those it has
         jax.config.update("jax_num_cpu_devices", num_devices or 8)
+        os.environ.setdefault("PJRT_NPROC", "32")  # see zj.simulate_devices
     found, kind = jax.device_count(), jax.devices()[0].device_kind
     if num_devices and not 1 <= num_devices <= found:
         remedy = f"give --devices {found}{' or fewer' if found > 1 else ''}"
@@ -180,11 +182,9 @@ def run_steps(
 
 def evaluate(eval_step: zj.Step, state: zj.TrainState, batches: Sequence[Batch]) -> float:
     """Return the mean loss per token over all batches."""
-    losses, weights = [], []
-    for batch in batches:
-        metrics = jax.device_get(eval_step(state, zj.shard_batch(batch, eval_step.plan)))
-        losses.append(float(metrics["loss"]))
-        weights.append(float(metrics["weight"]))
+    run = partial(eval_step, state)
+    results = [jax.device_get(run(zj.shard_batch(batch, eval_step.plan))) for batch in batches]
+    losses, weights = zip(*[(float(x["loss"]), float(x["weight"])) for x in results], strict=True)
     return float(np.average(losses, weights=weights))
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,9 @@ def simulate_devices(num_devices: int) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
         jax.config.update("jax_platforms", "cpu")
+        # The devices of a program wait for each other in every collective, each on a thread of one
+        # pool. As many threads as devices, XLA's default, can leave one of them waiting for ever.
+        os.environ.setdefault("PJRT_NPROC", str(4 * num_devices))
         found = len(jax.devices())
     except RuntimeError:  # JAX refuses to change the number once its backends have started
         found = len(jax.devices())
