@@ -18,7 +18,7 @@ env: .venv/installed
 	@sh scripts/env.sh .venv-oldest constraints-oldest.txt ".[test]"
 	@touch $@
 
-# Tests also compile for GPUs that are not there: 0.5 GB more.
+# What compiling for GPUs that are not there needs: 0.5 GB more.
 .venv/installed-aot: .venv/installed
 	@sh scripts/env.sh .venv constraints.txt ".[dev,aot]"
 	@touch $@
@@ -26,7 +26,7 @@ env: .venv/installed
 train: env
 	@$(RUN) scripts.train $(ARGS)
 
-test: .venv/installed-aot
+test: env
 	@$(RUN) pytest -m "not full" $(ARGS)
 
 # The exhaustive products, about 25 minutes on 2 cores.
