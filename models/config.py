@@ -39,6 +39,7 @@ class TransformerConfig:
     init_std: float = 0.02
     remat: Literal["full", "none"] = "full"
     prefetch: int = 1
+    regather: bool = True
     loss_chunk: int = 256
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5

@@ -169,6 +169,7 @@ class Transformer(nnx.Module):
             per_layer=keys,
             remat=self.config.remat,
             prefetch=self.config.prefetch,
+            regather=self.config.regather,
         )
 
     @property

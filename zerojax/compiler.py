@@ -7,14 +7,18 @@ from collections.abc import Mapping
 
 from jax.sharding import Mesh
 
-# Compiled for 8 x H100, 16 layers of 2048 x 8192 in bf16 (`python -m scripts.h100`): at prefetch 1
-# every gather and scatter in the layer loops is asynchronous, with matmuls between start and done.
+# Chosen on Llama2-7B, 2 x 4096 tokens per GPU, compiled for 8 x H100 (docs/log.md): at prefetch 1
+# the collectives in the layer loops hide behind compute, also on a link of 100 GB/s.
 GPU_OPTIONS: dict[str, bool | int] = {
-    # One gather and one scatter for all the weights of a layer, instead of one for each.
-    "xla_gpu_all_gather_combine_threshold_bytes": 128 * 2**20,
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": 64 * 2**20,
+    # Few large collectives for the weights of a layer, instead of one for each.
+    "xla_gpu_all_gather_combine_threshold_bytes": 200 * 2**20,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 400 * 2**20,
     # Two layers in an iteration of the loop: the prefetched layer changes its place without a copy.
     "xla_gpu_enable_while_loop_double_buffering": True,
+    # The scheduler assumes a fast link and would start a collective as late as that allows.
+    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+    # In the backward the gathers of one layer and the scatter of another are under way together.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
 
 

@@ -98,9 +98,10 @@ def scan_layers(
     )
     first = Parts((shared.floating, own_floating), (shared.others, own_others))
     check_closure(run_block, weights, x, first)
-    regather = regather or not any(any(entry.rest) for entry in entries)
+    gathers = any(any(entry.rest) for entry in entries)  # if not, the layers are whole, at hand
+    prefetch = min(prefetch, num_layers - 1) if gathers else 0
     layer = Layer(inside.entrance, [entry.layer() for entry in entries], run_block, remat)
-    stack = _Stack(layer, num_layers, min(prefetch, num_layers - 1), regather, unroll)
+    stack = _Stack(layer, num_layers, prefetch, regather or not gathers, unroll)
     x, aux = _run(stack, entries, x, inputs)
     return (x, *aux) if aux else x
 
