@@ -102,6 +102,17 @@ def test_the_plugin_that_is_missing_is_named(monkeypatch):
         zj.make_mesh(target="h200:3")
 
 
+def test_a_plugin_that_fails_is_quoted(monkeypatch):
+    def fail(**facts):
+        raise RuntimeError("no such field")
+
+    monkeypatch.setattr(devices, "plugins", lambda: ["xla_cuda12"])
+    monkeypatch.setattr(devices.topologies, "get_topology_desc", fail)
+    with pytest.raises(ValueError, match=r"'h200:3': .*no such field. Set JAX_PLATFORMS=cpu") as e:
+        zj.make_mesh(target="h200:3")
+    assert isinstance(e.value.__cause__, RuntimeError)
+
+
 def test_simulated_devices_are_a_target():
     mesh = zj.make_mesh(target="simulated:4")
     assert mesh == zj.make_mesh(4)

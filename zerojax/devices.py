@@ -94,7 +94,7 @@ def plugins() -> list[str]:
 def target_devices(target: Target) -> list[Any]:
     """Returns the target's devices: GPUs for the compiler alone, or simulated CPU devices.
 
-    GPUs may be asked for before or after JAX starts, with or without real ones here.
+    GPUs may be asked for before or after JAX starts.
 
     Raises:
       ValueError: JAX's CUDA plugin is missing or refuses, or fewer CPU devices are simulated.
@@ -103,6 +103,7 @@ def target_devices(target: Target) -> list[Any]:
       >>> len(target_devices(targets.target("simulated:8")))
       8
     """
+    skip_absent_gpus()
     if target.gpu is not None:
         return list(_compile_only_devices(target))
     found = jax.devices("cpu")
@@ -117,7 +118,6 @@ def target_devices(target: Target) -> list[Any]:
 @functools.cache
 def _compile_only_devices(target: Target) -> Sequence[Any]:
     assert target.gpu is not None
-    skip_absent_gpus()
     describe = functools.partial(
         topologies.get_topology_desc,
         topology_name=target.name,
