@@ -10,44 +10,16 @@ and the backward loop of a stack of MLP layers at stage 3. Needs the `aot` extra
 from __future__ import annotations
 
 import collections
-import os
 import re
-
-os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX starts: there is no GPU to find
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.experimental import topologies
 from jax.sharding import Mesh
 
 import zerojax as zj
 
-# Facts of an H100 SXM that the compiler asks of a GPU (NVIDIA H100 datasheet and CUDA's limits for
-# compute capability 9.0).
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: 84942979072 registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-}
-platform_name: "CUDA"
-"""
 LAYERS, WIDTH, HIDDEN, ROWS, TOKENS = 16, 2048, 8192, 32, 1024
-
-
-def h100_mesh() -> Mesh:
-    """A mesh of 8 H100s that exist for the compiler alone."""
-    topology = topologies.get_topology_desc(
-        topology_name="h100", platform="cuda", target_config=H100, topology="1x1x8"
-    )
-    return Mesh(np.array(topology.devices), ("data",))
 
 
 def compile_stack(mesh: Mesh, prefetch: int):
@@ -89,7 +61,7 @@ def loop_schedules(text: str) -> list[list[str]]:
 
 def main() -> None:
     """Prints the peak and the schedules."""
-    mesh, layer = h100_mesh(), 2 * WIDTH * HIDDEN * 2 / 2**20
+    mesh, layer = zj.make_mesh(target="h100:8"), 2 * WIDTH * HIDDEN * 2 / 2**20
     print(f"8 x H100, {LAYERS} layers of {layer:.0f} MiB, {ROWS} x {TOKENS} tokens, bf16, stage 3")
     for prefetch in (0, 1, 2):
         program = compile_stack(mesh, prefetch)

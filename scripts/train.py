@@ -4,7 +4,6 @@
 import contextlib
 import dataclasses
 import math
-import os
 import sys
 import time
 from collections import deque
@@ -26,6 +25,7 @@ from models import transformer
 from models.transformer import TransformerConfig
 from scripts.log import Files, Screen, Summary, raise_if_not_finite, stop_on_ctrl_c, wrap
 from scripts.text import Bytes, TokenizerFile, check_batch, make_batches, read_text, split_text
+from zerojax.devices import may_have_accelerator
 
 Batch = dict[str, np.ndarray]
 
@@ -119,9 +119,9 @@ def make_config(options: Options, vocab_size: int) -> TransformerConfig:
 
 def make_mesh(num_devices: int | None) -> Mesh:
     """Return a mesh of so many devices: accelerators, or simulated ones on a CPU (None: 8)."""
-    with contextlib.suppress(RuntimeError):  # once JAX runs, the devices are those it has
-        jax.config.update("jax_num_cpu_devices", num_devices or 8)
-        os.environ.setdefault("PJRT_NPROC", "32")  # see zj.simulate_devices
+    if not may_have_accelerator():
+        with contextlib.suppress(ValueError):  # once JAX runs, the devices are those it has
+            zj.simulate_devices(num_devices or 8)
     found, kind = jax.device_count(), jax.devices()[0].device_kind
     if num_devices and not 1 <= num_devices <= found:
         remedy = f"give --devices {found}{' or fewer' if found > 1 else ''}"

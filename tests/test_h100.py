@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pathlib
 import re
 import subprocess
@@ -11,18 +10,22 @@ import sys
 
 import pytest
 
+from tests import aot
+
 ROOT = pathlib.Path(__file__).parent.parent
+
+
+pytestmark = aot.needed
 
 
 @pytest.fixture(scope="module")
 def schedules():
     """For each prefetch: its peak in MiB, and its lines."""
-    if importlib.util.find_spec("jax_cuda12_plugin") is None:
-        pytest.skip("needs the aot extra (0.5 GB), which `make h100` installs")
     run = subprocess.run(
         [sys.executable, "-m", "scripts.h100"], cwd=ROOT, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr[-2000:]
+    assert not run.stderr
     parts = re.split(r"\nprefetch \d: peak (\d+) MiB per device\n", run.stdout)
     return [(int(peak), text) for peak, text in zip(parts[1::2], parts[2::2], strict=True)]
 

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """zerojax: ZeRO stages 0-3 for JAX. The public names, nothing else."""
 
+from zerojax.devices import simulate_devices
 from zerojax.layers import apply_layer, scan_layers
 from zerojax.loss import LossFn
 from zerojax.memory import memory_report
-from zerojax.mesh import make_mesh, simulate_devices
+from zerojax.mesh import make_mesh
 from zerojax.placement import init_state, shard_batch
 from zerojax.plan import Plan, make_plan
 from zerojax.precision import Precision
 from zerojax.stage import Stage
 from zerojax.state import TrainState
 from zerojax.step import Step, make_eval_step, make_train_step
+from zerojax.targets import target
 
 __version__ = "0.1.0"
 
@@ -31,4 +33,5 @@ __all__ = [
     "scan_layers",
     "shard_batch",
     "simulate_devices",
+    "target",
 ]

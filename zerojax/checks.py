@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
+from zerojax.devices import compile_only
 from zerojax.partition import format_spec
 from zerojax.paths import leaf_path
 from zerojax.plan import Plan
@@ -23,6 +24,16 @@ def check_plan(plan: Plan) -> None:
         raise ValueError(
             f"the plan is a {type(plan).__name__}; pass what zerojax.make_plan returned, in the "
             "place that the function's signature gives it."
+        )
+
+
+def check_runs(plan: Plan) -> None:
+    """Raises ValueError if the plan's devices exist for the compiler alone."""
+    if target := compile_only(plan.mesh):
+        raise ValueError(
+            f"this mesh is compile-only ({target}): nothing runs on it. Compile the step with "
+            "step.lower(plan.abstract_state, abstract_batch).compile(), or plan for the devices "
+            "here with zerojax.make_mesh()."
         )
 
 

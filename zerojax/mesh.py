@@ -1,68 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device mesh: make one, check one, and simulate devices where there are too few."""
+"""The device mesh: make one, check one."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
 
+from zerojax import targets
+from zerojax.devices import skip_absent_gpus, target_devices
+from zerojax.targets import Target
+
 DATA = "data"  # the axis over which ZeRO splits the model state and the batch
 
 
-def simulate_devices(num_devices: int) -> None:
-    """Makes this process see `num_devices` CPU devices, for notebooks, laptops and tests.
-
-    Call it before anything touches a JAX array. Calling it again with the same number is fine, so
-    a notebook cell can be run twice.
-
-    Args:
-      num_devices: how many devices to simulate.
-
-    Raises:
-      ValueError: `num_devices` is not positive, or JAX already started with other devices.
-
-    Example:
-      >>> simulate_devices(8)
-      >>> jax.device_count()
-      8
-    """
-    if num_devices < 1:
-        raise ValueError(f"num_devices is {num_devices}; pass 1 or more, for example 8.")
-    try:
-        jax.config.update("jax_num_cpu_devices", num_devices)
-        jax.config.update("jax_platforms", "cpu")
-        # The devices of a program wait for each other in every collective, each on a thread of one
-        # pool. As many threads as devices, XLA's default, can leave one of them waiting for ever.
-        os.environ.setdefault("PJRT_NPROC", str(4 * num_devices))
-        found = len(jax.devices())
-    except RuntimeError:  # JAX refuses to change the number once its backends have started
-        found = len(jax.devices())
-    if found != num_devices or jax.default_backend() != "cpu":
-        raise ValueError(
-            f"simulate_devices({num_devices}): JAX already started with {found} "
-            f"{jax.default_backend()} device(s). Call it before any other use of JAX: restart the "
-            "notebook kernel, or move the call to the top of the script."
-        )
-
-
-def make_mesh(num_devices: int | None = None, *, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(
+    num_devices: int | None = None,
+    *,
+    devices: Sequence[Any] | None = None,
+    target: str | Target | None = None,
+) -> Mesh:
     """Returns a mesh of one axis, "data", over every device or over the first `num_devices`.
+
+    With `target` the mesh is of hardware that need not be here. Nothing runs on it, but
+    `step.lower(plan.abstract_state, abstract_batch).compile()` is the program for it.
 
     Args:
       num_devices: how many devices to use; default all.
       devices: the devices themselves, in the order wanted; default `jax.devices()`.
+      target: in place of both, such as "h100:8" or "h100:64x8" (hosts x GPUs), or what
+        `zerojax.target` returned; GPUs need `pip install 'zerojax[aot]'`.
 
     Raises:
-      ValueError: more devices are asked for than there are.
+      ValueError: more devices are asked for than there are, or the target is not known or not
+        to be had.
 
     Example:
       >>> make_mesh(4).shape
       OrderedDict({'data': 4})
     """
+    if target is not None:
+        if devices is not None or num_devices is not None:
+            raise ValueError(
+                "make_mesh: target= says which devices, and how many. Leave out num_devices and "
+                "devices."
+            )
+        devices = target_devices(targets.target(target))
+    skip_absent_gpus()
     available = list(jax.devices() if devices is None else devices)
     wanted = len(available) if num_devices is None else num_devices
     if not 1 <= wanted <= len(available):

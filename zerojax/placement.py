@@ -8,7 +8,7 @@ import functools
 import jax
 import numpy as np
 
-from zerojax.checks import check_plan, check_rows
+from zerojax.checks import check_plan, check_rows, check_runs
 from zerojax.plan import Plan
 from zerojax.state import PyTree, TrainState, new_state
 
@@ -25,9 +25,11 @@ def init_state(plan: Plan, key: jax.Array) -> TrainState:
       key: a typed key, such as `jax.random.key(0)`. It is not consumed: it may be used again.
 
     Raises:
-      ValueError: `key` is not one typed key of JAX's default implementation.
+      ValueError: `key` is not one typed key of JAX's default implementation, or the mesh is
+        compile-only.
     """
     check_plan(plan)
+    check_runs(plan)
     expected = plan.abstract_state.key.dtype
     found = getattr(key, "dtype", type(key).__name__)
     if found != expected or np.shape(key) != ():
@@ -59,7 +61,7 @@ def shard_batch(host_batch: PyTree, plan: Plan) -> PyTree:
 
     Raises:
       ValueError: a leaf has no rows, leaves disagree on them, or they do not divide by the
-        number of devices.
+        number of devices, or the mesh is compile-only.
 
     Example:
       >>> import jax.numpy as jnp, optax, zerojax as zj
@@ -70,6 +72,7 @@ def shard_batch(host_batch: PyTree, plan: Plan) -> PyTree:
       (2, 8)
     """
     check_plan(plan)
+    check_runs(plan)
     check_rows(host_batch, len(plan.mesh.local_devices))
 
     def place(x: jax.Array | np.ndarray) -> jax.Array:

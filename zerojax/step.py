@@ -22,6 +22,7 @@ from zerojax.checks import (
     check_batch,
     check_plan,
     check_rows,
+    check_runs,
     check_state,
     check_types,
 )
@@ -179,6 +180,7 @@ class Step:
 
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
         """Runs the step. With `make_train_step` the state is donated."""
+        check_runs(self.plan)
         check_rows(batch, self.plan.num_devices, self.microbatches)
         check_alive(state)
         if self.simulated:
