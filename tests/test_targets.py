@@ -49,8 +49,9 @@ def test_names(name, canonical, hosts, gpus):
 def test_rates():
     h100 = zj.target("h100:64")
     assert h100.gpu is GPUS["h100"]
-    assert h100.bandwidth(num_hosts_spanned=1) == 350e9
-    assert h100.bandwidth(num_hosts_spanned=2) == h100.bandwidth(8) == 45e9
+    assert h100.bandwidth(1) == h100.bandwidth(2, gpus_per_host=8) == 350e9
+    assert h100.bandwidth(8) == 45e9
+    assert h100.bandwidth(8, gpus_per_host=4) == 180e9
     slow = zj.target("h100:64", link_bandwidth=100e9, kernel_seconds=0)
     assert (slow.bandwidth(1), slow.kernel_seconds, slow.name) == (100e9, 0, h100.name)
     assert zj.target(slow, link_bandwidth=350e9, kernel_seconds=3e-6) == h100

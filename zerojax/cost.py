@@ -11,10 +11,8 @@ from zerojax.hlo import Array, Computation, Instruction, Program
 from zerojax.targets import Target
 
 # These name a place or put values together; no kernel runs.
-FREE = frozenset(
-    "parameter constant tuple get-tuple-element bitcast after-all opt-barrier partition-id "
-    "replica-id add-dependency domain".split()
-)
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
+FREE |= {"opt-barrier", "partition-id", "replica-id", "add-dependency", "domain"}
 _SLICES = ("dynamic-slice", "slice", "gather")
 # A loop fusion computes only those elements of these that are read in the end.
 _SAME_SIZE = ("bitcast", "convert", "copy", "transpose", "reshape", "negate")

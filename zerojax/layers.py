@@ -295,7 +295,6 @@ def _plain_scan(block, stacked_params, x, broadcast, per_layer, remat, unroll):
         out = block(params, x, *broadcast, *(() if per_layer is None else (inputs,)))
         return split_output(out, x)
 
-    if remat == "full":
-        body = jax.checkpoint(body, prevent_cse=False)
+    body = jax.checkpoint(body, prevent_cse=False) if remat == "full" else body
     x, aux = lax.scan(body, x, (stacked_params, per_layer), unroll=unroll)
     return (x, *aux) if aux else x

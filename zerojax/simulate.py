@@ -61,11 +61,11 @@ class Timeline(NamedTuple):
 
     def exposed_by_collective(self) -> dict[str, float]:
         """Exposed seconds for each collective of the program, most first."""
-        found = collections.Counter()
+        found = collections.defaultdict(float)
         for event in self.events:
             if event.stream == "wait":
                 found[event.name] += event.end - event.start
-        return dict(found.most_common())
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def collective_seconds(target: Target, collective: wire.Collective) -> float:

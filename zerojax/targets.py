@@ -133,9 +133,20 @@ class Target:
         """Devices of all hosts."""
         return self.hosts * self.gpus_per_host
 
-    def bandwidth(self, num_hosts_spanned: int) -> float:
-        """Bytes/s of each GPU in a collective over devices of so many hosts."""
-        return self.link_bandwidth if num_hosts_spanned == 1 else self.network_bandwidth
+    def bandwidth(self, num_hosts: int, gpus_per_host: int = 1) -> float:
+        """Bytes/s of each GPU in a collective over so many GPUs of each of so many hosts.
+
+        The rings of a collective leave a host through all network cards of its GPUs, so each GPU
+        sends at the rate of the slower of its own link and those cards together.
+
+        >>> [target("h100:2x8").bandwidth(hosts, 8) / 1e9 for hosts in (1, 2)]
+        [350.0, 350.0]
+        >>> target("h100:2x8").bandwidth(2, 1) / 1e9
+        45.0
+        """
+        if num_hosts == 1:
+            return self.link_bandwidth
+        return min(self.link_bandwidth, self.network_bandwidth * gpus_per_host)
 
 
 RATES = [field.name for field in dataclasses.fields(Target)][4:]
@@ -155,7 +166,7 @@ def target(name: str | Target, **rates: float) -> Target:
     Example:
       >>> target("h100:64") == target("h100:8x8")
       True
-      >>> target("h100:64", network_bandwidth=20e9).bandwidth(num_hosts_spanned=8)
+      >>> target("h100:64", network_bandwidth=20e9).bandwidth(num_hosts=8)
       20000000000.0
     """
     found = name if isinstance(name, Target) else _parse(name)
