@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """zerojax: ZeRO stages 0-3 for JAX. The public names, nothing else."""
 
+from zerojax.audit import Audit, audit, audit_compiled
 from zerojax.devices import simulate_devices
 from zerojax.layers import apply_layer, scan_layers
 from zerojax.loss import LossFn
@@ -9,6 +10,7 @@ from zerojax.mesh import make_mesh
 from zerojax.placement import init_state, shard_batch
 from zerojax.plan import Plan, make_plan
 from zerojax.precision import Precision
+from zerojax.receipt import compare, draw
 from zerojax.stage import Stage
 from zerojax.state import TrainState
 from zerojax.step import Step, make_eval_step, make_train_step
@@ -17,6 +19,7 @@ from zerojax.targets import target
 __version__ = "0.1.0"
 
 __all__ = [
+    "Audit",
     "LossFn",
     "Plan",
     "Precision",
@@ -24,6 +27,10 @@ __all__ = [
     "Step",
     "TrainState",
     "apply_layer",
+    "audit",
+    "audit_compiled",
+    "compare",
+    "draw",
     "init_state",
     "make_eval_step",
     "make_mesh",

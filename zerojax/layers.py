@@ -98,10 +98,10 @@ def scan_layers(
     )
     first = Parts((shared.floating, own_floating), (shared.others, own_others))
     check_closure(run_block, weights, x, first)
-    gathers = any(any(entry.rest) for entry in entries)  # if not, the layers are whole, at hand
-    prefetch = min(prefetch, num_layers - 1) if gathers else 0
     layer = Layer(inside.entrance, [entry.layer() for entry in entries], run_block, remat)
-    stack = _Stack(layer, num_layers, prefetch, regather or not gathers, unroll)
+    whole = not any(any(entry.rest) for entry in entries)  # and at hand: nothing to gather
+    ahead = 0 if whole else min(prefetch, num_layers - 1)
+    stack = _Stack(layer, num_layers, ahead, regather or whole, unroll)
     x, aux = _run(stack, entries, x, inputs)
     return (x, *aux) if aux else x
 
@@ -127,8 +127,8 @@ def apply_layer(
         return (), block(treedef.unflatten(weights), x, *join(inputs))  # all of it is "aux"
 
     check_closure(run_block, jax.tree.leaves(params), x, inputs)
-    single = _Single(Layer(inside.entrance, entries, run_block, remat))
-    return _run(single, entries, x, inputs)[1]
+    layer = Layer(inside.entrance, entries, run_block, remat)
+    return _run(_Single(layer), entries, x, inputs)[1]
 
 
 class _Single(NamedTuple):
@@ -210,7 +210,6 @@ class _Stack(NamedTuple):
         return jnp.arange(self.num_layers), Parts(inputs.floating[1], inputs.others[1])
 
     def _take(self, arrays: Arrays, index: Any) -> Arrays:
-        """One layer's arrays at rest."""
         return [lax.dynamic_index_in_dim(array, index, keepdims=False) for array in arrays]
 
     def _start(self, arrays: Arrays, first: int, direction: int, x: PyTree) -> tuple[Arrays, ...]:
@@ -229,7 +228,8 @@ class _Stack(NamedTuple):
         In the last `prefetch` turns none is ahead, and the last layer is gathered again.
         """
         ahead = jnp.clip(index + direction * self.prefetch, 0, self.num_layers - 1)
-        queue = (*queue, self.layer.gather(self._take(arrays, ahead)))
+        with jax.named_scope("layer" if self.regather else "keep_gathered"):  # for the audit
+            queue = (*queue, self.layer.gather(self._take(arrays, ahead)))
         return queue[0], queue[1:]
 
 

@@ -86,7 +86,12 @@ def collectives(program: Program) -> tuple[Collective, ...]:
 def read(program: Program, visit: Visit) -> Collective:
     """The collective that a visited instruction starts."""
     x = visit.instruction
-    arrays = tuple(visit.computation.operand_arrays(x))
+    arrays = tuple(
+        array
+        for name in x.operands
+        if name in visit.computation.instructions
+        for array in _pieces(program, visit.computation.instructions[name])
+    )
     if not arrays:
         program.note(f"{x.name}: a collective whose operands were not found")
     starts = x.opcode.endswith("-start") and '"is_sync":true' not in x.attributes
@@ -100,6 +105,15 @@ def read(program: Program, visit: Visit) -> Collective:
         op_name=x.op_name,
         name=x.name,
     )
+
+
+def _pieces(program: Program, x: Instruction) -> tuple[Array, ...]:
+    """The arrays that an operand is made of: XLA flattens several into one for an all-reduce."""
+    if x.opcode == "fusion" and len(x.arrays) == 1:
+        fused = program.computations[x.called["calls"][0]]
+        if fused.root.opcode == "concatenate" and len(x.arrays[0].shape) == 1:
+            return tuple(fused.operand_arrays(fused.root))
+    return x.arrays
 
 
 def _group(program: Program, x: Instruction) -> tuple[int, ...]:

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The receipt: findings on bad programs, none on ours, and bytes on the wire as in theory."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import zerojax as zj
+from models import transformer
+from tests import aot, bad
+from zerojax.stage import STAGES
+
+MESHES = [
+    pytest.param({}, id="cpu"),
+    pytest.param({"target": "h100:8"}, id="h100", marks=aot.needed),
+]
+LAYERS = 6
+MODEL = dataclasses.replace(
+    transformer.PRESETS["tiny"], num_layers=LAYERS, d_model=256, d_ff=1024, seq_len=64
+)
+
+
+def make_step(where, stage, partitioner="manual", precision="fp32", microbatches=1, **changes):
+    model = dataclasses.replace(MODEL, **changes)
+    plan = zj.make_plan(
+        functools.partial(transformer.init_params, model),
+        optax.adamw(1e-3),
+        zj.make_mesh(**where),
+        stage=stage,
+        layers=("blocks",),
+        partitioner=partitioner,
+        precision=precision,
+    )
+    loss_fn = functools.partial(transformer.loss_fn, model)
+    return zj.make_train_step(loss_fn, plan, microbatches=microbatches)
+
+
+def batch(rows=32):
+    return {"tokens": jax.ShapeDtypeStruct((rows, MODEL.seq_len + 1), jnp.int32)}
+
+
+def audit(step, **options):
+    return zj.audit(step, step.plan.abstract_state, batch(), **options)
+
+
+@functools.cache
+def audit_bad(name, target):
+    mesh = zj.make_mesh(target=target) if target else zj.make_mesh()
+    make, stage = bad.PROGRAMS[name]
+    larger = None
+    if name == "traffic-grows":
+        make, larger = bad.naive, make(mesh)
+    return zj.audit_compiled(make(mesh), bad.make_plan(mesh, stage), bad.batch(), larger=larger)
+
+
+@pytest.mark.parametrize("where", MESHES)
+@pytest.mark.parametrize("name", bad.PROGRAMS)
+def test_each_defect_is_found(where, name):
+    found = audit_bad(name, where.get("target"))
+    assert name in [finding.name for finding in found.findings], str(found)
+    with pytest.raises(ValueError, match=name):
+        found.check()
+
+
+ALONE = {  # programs with one defect have one finding, and its text names the culprit
+    "activations-moved": r"all-(gather|reduce) of f32\[",
+    "gather-hoisted": "all layers of blocks/down, blocks/up are gathered at once, 524 kB",
+    "weights-kept": "524 kB of whole layers are held at once: blocks/down, blocks/up",
+    "stack-regathered": "524 kB of whole layers are held at once: blocks/down, blocks/up",
+    "donation-lost": "197 kB on each device are held twice",
+}
+
+
+@pytest.mark.parametrize("where", MESHES)
+@pytest.mark.parametrize("name", ALONE)
+def test_a_finding_says_what_and_the_remedy(where, name):
+    (finding,) = audit_bad(name, where.get("target")).findings
+    assert re.search(ALONE[name], finding.what), finding.what
+    assert "zerojax" in finding.remedy
+
+
+OURS = [(s, p, 1, r) for s in (0, 1, 2) for p in ("manual", "auto") for r in ("full", "none")]
+OURS += [
+    (3, p, prefetch, r)
+    for p in ("manual", "auto")
+    for prefetch in (0, 1, 2)
+    for r in ("full", "none")
+]
+# All of them with `make test-full`; these always.
+SOME_ON_GPUS = [(0, "manual", 1, "full"), (1, "auto", 1, "none"), (2, "auto", 1, "full")]
+SOME_ON_GPUS += [(3, "manual", 0, "none"), (3, "manual", 1, "full"), (3, "auto", 2, "full")]
+
+
+def check_our_own(where, stage, partitioner, prefetch, remat):
+    step = make_step(where, stage, partitioner, prefetch=prefetch, remat=remat)
+    found = audit(step).check()
+    assert found.ratio == pytest.approx(1, abs=0.01)
+    assert {move.part for move in found.moves} <= {"layers", "root", "optimizer", "scalars"}
+    assert not [note for note in found.notes if "not read" in note]
+
+
+@pytest.mark.parametrize(("stage", "partitioner", "prefetch", "remat"), OURS)
+def test_our_own_steps_have_no_finding(stage, partitioner, prefetch, remat):
+    check_our_own({}, stage, partitioner, prefetch, remat)
+
+
+@aot.needed
+@pytest.mark.parametrize(("stage", "partitioner", "prefetch", "remat"), SOME_ON_GPUS)
+def test_our_own_steps_have_no_finding_on_gpus(stage, partitioner, prefetch, remat):
+    check_our_own({"target": "h100:8"}, stage, partitioner, prefetch, remat)
+
+
+@pytest.mark.full
+@aot.needed
+@pytest.mark.parametrize(("stage", "partitioner", "prefetch", "remat"), OURS)
+def test_all_our_own_steps_have_no_finding_on_gpus(stage, partitioner, prefetch, remat):
+    check_our_own({"target": "h100:8"}, stage, partitioner, prefetch, remat)
+
+
+@aot.needed
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_wire_bytes_on_h100s_are_theory(stage, microbatches):
+    """Each part by itself; no prefetch, so that nothing is extra."""
+    step = make_step(
+        {"target": "h100:8"},
+        stage,
+        precision="bf16_master",
+        microbatches=microbatches,
+        prefetch=0,
+    )
+    found = audit(step)
+    assert found.ahead == 0
+    for part, expected in found.expected.items():
+        moved = sum(move.wire_bytes for move in found.moves if move.part == part)
+        assert moved == pytest.approx(expected, rel=0.01), part
+    # The paper's formula, 2 bytes throughout, for the layers: 2, 2, m + 1 and 3 m units.
+    layers = sum(leaf.array.size for leaf in step.plan.params if leaf.stacked)
+    units = STAGES[stage].traffic(microbatches) * layers * 7 / 8
+    moved = sum(
+        move.wire_bytes
+        for move in found.moves
+        if move.part == "layers" or (move.part == "optimizer" and "blocks" in move.what)
+    )
+    assert moved == pytest.approx(2 * units, rel=0.01)
+
+
+@aot.needed
+def test_dtypes_on_the_wire_of_h100s():
+    found = audit(make_step({"target": "h100:8"}, 3, precision="bf16"))
+    dtypes = {(move.collective.kind, move.dtype) for move in found.moves if move.part == "layers"}
+    assert dtypes == {("all-gather", "bf16"), ("reduce-scatter", "f32")}
+    assert found.ratio == pytest.approx(1, abs=0.01)
+
+
+def test_what_is_gathered_ahead_is_stated():
+    for prefetch in (0, 1, 2):
+        found = audit(make_step({}, 3, prefetch=prefetch))
+        layer = found.expected["layers"] / (3 * LAYERS)
+        assert found.ahead == pytest.approx(2 * prefetch * layer, rel=0.01)
+
+
+def test_regather_false_is_a_note_and_two_thirds_of_the_traffic():
+    found = audit(make_step({}, 3, prefetch=0, regather=False)).check()
+    whole = audit(make_step({}, 3, prefetch=0))
+    assert found.expected["layers"] == pytest.approx(whole.expected["layers"] * 2 / 3)
+    assert found.ratio == pytest.approx(1, abs=0.01)
+    assert any("regather=False" in note for note in found.notes)
+
+
+def test_bytes_at_rest_by_plan_compiled_and_live():
+    step = make_step({}, 2, precision="bf16_master")
+    state = zj.init_state(step.plan, jax.random.key(0))
+    found = zj.audit(step, state, batch())
+    for row in found.rest:
+        if row.kind != "grads":
+            assert row.planned == found.compiled_rest[row.kind] == row.live
+
+
+def test_what_is_reduced_on_cpu_by_auto_is_a_note():
+    found = audit(make_step({}, 1, "auto"))
+    assert not found.findings
+    assert any("forms no reduce-scatter" in note for note in found.notes)
+
+
+def test_growth_of_our_own_steps_is_none():
+    assert audit(make_step({}, 3), growth=True).findings == ()
+
+
+def test_one_device_moves_nothing():
+    step = make_step({"num_devices": 1}, 3)
+    found = audit(step).check()
+    assert (found.wire_bytes, found.ratio) == (0, 1.0)
+
+
+def test_an_eval_step_does_not_donate_and_has_no_finding_for_it():
+    step = make_step({}, 3)
+    loss_fn = functools.partial(transformer.eval_loss_fn, MODEL)
+    names = [f.name for f in audit(zj.make_eval_step(loss_fn, step.plan)).findings]
+    assert names == []
+
+
+def test_as_json_and_as_text():
+    found = audit(make_step({}, 3))
+    read = json.loads(found.to_json())
+    assert read["ratio"] == found.ratio
+    assert sum(move["wire_bytes"] for move in read["moves"]) == pytest.approx(found.wire_bytes)
+    text = str(found)
+    assert max(map(len, text.splitlines())) <= 100
+    for heading in ("1. at rest", "2. at peak", "3. collectives", "4. time", "5. findings: none"):
+        assert heading in text
+    table = zj.compare([found, found], ["one", "two"])
+    assert max(map(len, table.splitlines())) <= 100
+    assert len(table.splitlines()) == 4
+
+
+@aot.needed
+def test_time_rates_and_xlas_own_estimate(tmp_path):
+    step = make_step({"target": "h100:8"}, 3)
+    found = audit(step, xla_statistics=True)
+    assert found.timeline is not None
+    assert 0 < found.timeline.exposed < found.timeline.seconds
+    assert found.xla_exposed is not None
+    assert found.xla_exposed > 0
+    slow = audit(step, target=zj.target("h100:8", link_bandwidth=1e9))
+    assert slow.timeline is not None
+    assert slow.timeline.exposed > found.timeline.exposed
+    text = str(slow)
+    assert "1 GB/s in a host" in text
+    assert max(map(len, str(found).splitlines())) <= 100
+    zj.draw([found, slow], tmp_path / "receipt.png")
+    assert (tmp_path / "receipt.png").stat().st_size > 10_000
+
+
+def test_statistics_need_a_scheduler():
+    with pytest.raises(ValueError, match="compile for GPUs"):
+        audit(make_step({}, 3), xla_statistics=True)

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The receipt: what a compiled step stores, moves and waits for, beside the theory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from zerojax import hlo, simulate, wire
+from zerojax.arguments import STATE_KINDS, read_arguments, shapes
+from zerojax.collectives import Auto
+from zerojax.devices import compile_only, target_of
+from zerojax.findings import Evidence, Finding, find
+from zerojax.memory import MemoryReport, memory_report
+from zerojax.moves import Move, expected_bytes, find_moves, gathered_ahead, sizes_of
+from zerojax.plan import Plan
+from zerojax.receipt import as_dict, describe
+from zerojax.state import PyTree, TrainState
+from zerojax.step import Step
+from zerojax.targets import Target
+from zerojax.targets import target as get_target
+from zerojax.xla import compile_with_statistics
+
+
+class Peak(NamedTuple):
+    """Bytes per device while the program runs, as XLA assigned them.
+
+    Attributes:
+      arguments: the state and the batch.
+      outputs: results; of them `aliased` take over memory of arguments.
+      temporary: everything in between: gathered weights, gradients, activations.
+      total: the most at any time. On CPU, where XLA does not say, the sum of all.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporary: int
+    total: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Audit:
+    """What a compiled step stores, moves and waits for. Made by `audit`.
+
+    Attributes:
+      plan: what was wanted.
+      microbatches: slices of each device's rows.
+      target: the hardware, with its rates.
+      rest: bytes at rest by formula, plan and (of a state that exists) as measured.
+      compiled_rest: bytes of the state among the program's arguments, by kind.
+      peak: bytes while it runs.
+      moves: every array of every collective.
+      expected: bytes on the wire in theory, by part.
+      ahead: bytes on the wire for layers gathered ahead of the end of their stack.
+      timeline: the schedule replayed, on a target with rates.
+      findings: what is wrong.
+      notes: what the reader should know, and what could not be read.
+      xla_exposed: XLA's own estimate of exposed communication, seconds, if it was asked for.
+    """
+
+    plan: Plan
+    microbatches: int
+    target: Target
+    rest: MemoryReport
+    compiled_rest: dict[str, int]
+    peak: Peak
+    moves: tuple[Move, ...]
+    expected: dict[str, float]
+    ahead: float
+    timeline: simulate.Timeline | None
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    xla_exposed: float | None = None
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends per step."""
+        return sum(move.wire_bytes for move in self.moves)
+
+    @property
+    def ratio(self) -> float:
+        """Bytes on the wire to theory, layers gathered ahead aside; 1.0 where nothing moves."""
+        expected = sum(self.expected.values())
+        return (self.wire_bytes - self.ahead) / expected if expected else 1.0
+
+    def check(self) -> Audit:
+        """Returns itself; raises ValueError that lists the findings if there are any."""
+        if self.findings:
+            listed = "\n".join(f"  {f.name}: {f.what}. {f.remedy}" for f in self.findings)
+            raise ValueError(f"the compiled step has {len(self.findings)} findings:\n{listed}")
+        return self
+
+    def to_json(self) -> str:
+        """All figures as JSON; bytes per device, seconds."""
+        return json.dumps(as_dict(self), indent=1)
+
+    def __str__(self) -> str:
+        return describe(self)
+
+
+def audit(
+    step: Step,
+    state: TrainState,
+    batch: PyTree,
+    *,
+    target: str | Target | None = None,
+    growth: bool = False,
+    xla_statistics: bool = False,
+) -> Audit:
+    """Compiles a step for the devices of its plan and reads what became of it.
+
+    Args:
+      step: from `make_train_step` or `make_eval_step`.
+      state: a state, which is measured too, or `plan.abstract_state`.
+      batch: arrays or ShapeDtypeStructs.
+      target: hardware with other rates, such as `zerojax.target("h100:8", link_bandwidth=1e11)`;
+        default the mesh's own.
+      growth: compiles a second time, with twice the rows, and reports traffic that grows with
+        them.
+      xla_statistics: reads XLA's own estimate of exposed communication too; GPUs only.
+
+    Returns:
+      An Audit: print it, `.check()` it in a test, save `.to_json()`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, zerojax as zj
+      >>> init = lambda key: {"w": jnp.zeros((256, 256))}
+      >>> loss_fn = lambda params, batch, key: (jnp.sum((batch @ params["w"]) ** 2), batch.size)
+      >>> plan = zj.make_plan(init, optax.adam(1e-3), zj.make_mesh(8), stage=2)
+      >>> step = zj.make_train_step(loss_fn, plan)
+      >>> receipt = zj.audit(step, plan.abstract_state, jnp.zeros((16, 256)))
+      >>> f"{receipt.ratio:.2f}", [finding.name for finding in receipt.findings]
+      ('1.00', [])
+    """
+    abstract = step.plan.abstract_state
+    lowered, exposed, larger = step.lower(abstract, shapes(batch)), None, None
+    if xla_statistics:
+        compiled, exposed = compile_with_statistics(lowered)
+    else:
+        compiled = lowered.compile()
+    if growth:
+        doubled = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), shapes(batch)
+        )
+        larger = step.lower(abstract, doubled).compile()
+    abstract_leaf = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
+    found = audit_compiled(
+        compiled,
+        step.plan,
+        batch,
+        microbatches=step.microbatches,
+        state=None if abstract_leaf else state,
+        target=target,
+        larger=larger,
+    )
+    return dataclasses.replace(found, xla_exposed=exposed)
+
+
+def audit_compiled(
+    compiled: jax.stages.Compiled,
+    plan: Plan,
+    batch: PyTree,
+    *,
+    microbatches: int = 1,
+    state: TrainState | None = None,
+    target: str | Target | None = None,
+    larger: jax.stages.Compiled | None = None,
+) -> Audit:
+    """Reads any compiled training step, held against a plan of what it should do.
+
+    Args:
+      compiled: of a function of `(state, batch)` or `(params, opt_state, batch)`, by
+        `jax.jit(...).lower(...).compile()`.
+      plan: the stage that the function is meant to be.
+      batch: what the function gets, arrays or shapes.
+      microbatches: slices that it makes of each device's rows.
+      state: a live state, to measure.
+      target: as for `audit`.
+      larger: the same function compiled for more rows; traffic that grows with them is a finding.
+    """
+    program = hlo.parse(_text(compiled))
+    hardware = target_of(plan.mesh) if target is None else get_target(target)
+    arguments = read_arguments(compiled, program, batch)
+    moves = find_moves(plan, wire.collectives(program), sizes_of(plan, batch, microbatches))
+    kept = any("keep_gathered" in move.collective.op_name for move in moves)
+    expected = expected_bytes(plan, microbatches, kept=kept)
+    ahead = gathered_ahead(plan, moves, microbatches, kept)
+    evidence = Evidence(plan, program, moves, expected, arguments, microbatches, kept, ahead)
+    rest: dict[str, int] = dict.fromkeys(STATE_KINDS, 0)
+    for argument in arguments:
+        if argument.kind in rest:
+            rest[argument.kind] += argument.local.num_bytes
+    findings = find(evidence)
+    if larger is not None:
+        findings += _growth(moves, wire.collectives(hlo.parse(_text(larger))))
+    return Audit(
+        plan=plan,
+        microbatches=microbatches,
+        target=hardware,
+        rest=memory_report(plan, state),
+        compiled_rest=rest,
+        peak=_peak(compiled, evidence.on_cpu),
+        moves=tuple(moves),
+        expected=expected,
+        ahead=ahead,
+        timeline=None if hardware.gpu is None else simulate.simulate(program, hardware),
+        findings=tuple(findings),
+        notes=tuple(_notes(evidence)),
+    )
+
+
+def _text(compiled: jax.stages.Compiled) -> str:
+    text = compiled.as_text()
+    if not text:
+        raise ValueError("the compiled program has no text on this backend; nothing to audit.")
+    return text
+
+
+def _peak(compiled: jax.stages.Compiled, on_cpu: bool) -> Peak:
+    sizes = compiled.memory_analysis()
+    assert sizes is not None
+    arguments, outputs = sizes.argument_size_in_bytes, sizes.output_size_in_bytes
+    aliased, temporary = sizes.alias_size_in_bytes, sizes.temp_size_in_bytes
+    total = arguments + outputs - aliased + temporary
+    if not on_cpu:  # there XLA reports something else
+        total = sizes.peak_memory_in_bytes
+    return Peak(arguments, outputs, aliased, temporary, total)
+
+
+def _growth(moves: Sequence[Move], larger: Sequence[wire.Collective]) -> list[Finding]:
+    """Traffic that grows with the rows, scalars aside."""
+    before = sum(m.wire_bytes for m in moves)
+    after = sum(c.wire_bytes * c.times for c in larger)
+    if after <= 1.01 * before:
+        return []
+    return [
+        Finding(
+            "traffic-grows",
+            f"twice the rows send {after / before:.2f} times the bytes; weights do not grow",
+            "Activations are on the wire: constrain them to the batch axis in each layer.",
+        )
+    ]
+
+
+def _notes(e: Evidence) -> list[str]:
+    notes = []
+    target = compile_only(e.plan.mesh)
+    if target:
+        notes.append(f"compiled for {target}, which is not here; nothing ran")
+    if e.kept:
+        notes.append("regather=False: whole layers are kept from the forward to the backward")
+    if e.on_cpu and isinstance(e.plan.partitioner, Auto) and e.plan.stage.splits_opt_state:
+        notes.append(
+            "XLA's CPU backend forms no reduce-scatter: sharding constraints become an all-reduce "
+            "and a slice here, twice the bytes; compiled for GPUs they do not"
+        )
+    return notes + [f"not read: {text}" for text in e.program.unread]
