@@ -13,11 +13,11 @@ from zerojax.partition import split
     ("shape", "stacked", "base", "spec", "dim"),
     [
         ((64,), False, P(), P("data"), 0),
-        ((16, 64), False, P(), P(None, "data"), 1),
-        ((64, 64), False, P(), P("data"), 0),  # the first of equals
+        ((16, 64), False, P(), P("data"), 0),  # the first that divides
+        ((64, 64), False, P(), P("data"), 0),
         ((65, 16), False, P(), P(None, "data"), 1),  # 65 does not divide
         ((8, 3, 5), False, P(), P("data"), 0),
-        ((64, 16, 24), True, P(), P(None, None, "data"), 2),  # never the stacked layers
+        ((64, 16, 24), True, P(), P(None, "data"), 1),  # never the stacked layers
         ((64, 3), True, P(), P(), None),
         ((64,), True, P(), P(), None),
         ((), False, P(), P(), None),
@@ -35,7 +35,7 @@ def test_split(shape, stacked, base, spec, dim):
 @pytest.mark.parametrize(
     ("shape", "stacked", "num_shards", "reason"),
     [
-        ((16, 64), False, 8, "dim 1, 64 / 8"),
+        ((16, 64), False, 8, "dim 0, 16 / 8"),
         ((17, 3), False, 8, "17, 3 do not divide by 8"),
         ((64, 5), True, 8, "5 does not divide by 8"),
         ((), False, 8, "a scalar"),

@@ -23,7 +23,7 @@ def specs(plan, tree):
 def test_each_stage_splits_what_its_row_says(stage):
     plan = toy.make_plan(stage=stage, precision="bf16_master")
     row, state = STAGES[stage], plan.abstract_state
-    cut = lambda is_split: P(None, None, "data") if is_split else P()
+    cut = lambda is_split: P(None, "data") if is_split else P()
     assert state.params["blocks"]["up"].sharding.spec == cut(row.splits_params)
     assert state.master["blocks"]["up"].sharding.spec == cut(row.splits_opt_state)
     assert state.opt_state[0].mu["blocks"]["up"].sharding.spec == cut(row.splits_opt_state)
@@ -98,7 +98,7 @@ def test_table():
     assert "stage 1" in lines[0]
     row = next(line for line in lines if line.startswith("blocks/up"))
     assert all(part in row for part in ("(3, 16, 24)", "float32", "whole", "4.61 kB"))
-    assert "optimizer state: dim 2, 24 / 8" in row
+    assert "optimizer state: dim 1, 16 / 8" in row
     assert "17, 17 do not divide by 8; frozen" in text
     assert "5, 3 do not divide by 8" in text
     assert all(kind in text for kind in ("params", "grads", "opt_state"))

@@ -163,3 +163,20 @@ class Layer(NamedTuple):
         args = list(saved.args_res)
         args[0], args[2], args[3] = weights, inputs.floating, inputs.others
         return saved.replace(args_res=args)(cotangents)[:3]
+
+
+@jax.custom_vjp
+def first_order(gradients: PyTree, sinks: Arrays) -> PyTree:
+    """The gradients as they are; an error if they are differentiated with respect to the sinks."""
+    return gradients
+
+
+def _refuse(*_: Any) -> Any:
+    raise ValueError(
+        "the loss function differentiates a gradient that went through scan_layers or apply_layer. "
+        "The engine has first derivatives only: hold the inner gradient with lax.stop_gradient, or "
+        "run these layers with a plain lax.scan."
+    )
+
+
+first_order.defvjp(lambda gradients, sinks: (gradients, None), _refuse)

@@ -158,6 +158,26 @@ def device_index(axis: str) -> jax.Array:
     return lax.axis_index(axis)
 
 
+def gather_global(x: jax.Array, spec: P, mesh: Mesh, axis: str) -> jax.Array:
+    """A global array on `spec` becomes whole on every device, under either partitioner.
+
+    The shards are gathered along a new first dimension and moved to their place afterwards. If they
+    were gathered along an inner one, XLA would lay them out with that dimension first, and so every
+    array that the optimizer computes them from: two transposes of each moment and master copy.
+    """
+    dim = split_dim(spec, axis)
+
+    def constrain(x: jax.Array, spec: P) -> jax.Array:
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    if not dim:
+        return constrain(x, P())
+    sizes = mesh.shape[axis], x.shape[dim] // mesh.shape[axis]
+    shards = jnp.moveaxis(x.reshape(*x.shape[:dim], *sizes, *x.shape[dim + 1 :]), dim, 0)
+    whole = constrain(constrain(shards, P(axis)), P())
+    return constrain(jnp.moveaxis(whole, 0, dim).reshape(x.shape), P())
+
+
 def split_dim(spec: P, axis: str) -> int | None:
     """The dimension of an array that `spec` splits over `axis`, or None."""
     for dim, names in enumerate(spec):

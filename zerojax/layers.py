@@ -26,6 +26,7 @@ from zerojax.block import (
     check_closure,
     check_same,
     count_layers,
+    first_order,
     part,
     split_output,
 )
@@ -184,12 +185,17 @@ class _Stack(NamedTuple):
         """The cotangents of the sinks, of x and of the floating inputs."""
         shared, place = inputs.floating[0], self.layer.entrance.place
         ct_x, ct_aux = cotangents
+        saved, kept = saved
 
         def body(carry: tuple, xs: tuple) -> tuple:
             ct_x, ct_shared, queue = carry
-            (index, own), (saved, weights), ct_aux = xs
+            (index, own), saved, ct_aux = xs
             if self.regather:
                 weights, queue = self._turn(arrays, queue, index, -1)
+            else:
+                # Scanned over, they would be copied on a stream of their own, and XLA would have
+                # the scatter of the layer before hide behind those copies instead of the layer.
+                weights = self._take(kept, index)
             ct_weights, ct_x, (ct_terms, ct_own) = self.layer.backward(
                 weights, saved, _with(inputs, own), (ct_x, ct_aux)
             )
@@ -258,7 +264,7 @@ def _run(engine: _Single | _Stack, entries: list[Entry], x: PyTree, inputs: Part
     def run_backward(residuals, cotangents):
         arrays, sinks, saved, inputs = residuals
         out = engine.backward(arrays, saved, inputs, cotangents[0])
-        left, ct_x, ct_floating = _first_order(out, sinks)
+        left, ct_x, ct_floating = first_order(out, sinks)
         return None, left, ct_x, Parts(ct_floating, None)
 
     run.defvjp(run_forward, run_backward)
@@ -270,23 +276,6 @@ def _run(engine: _Single | _Stack, entries: list[Entry], x: PyTree, inputs: Part
         Parts(local(inputs.floating), inputs.others),
     )
     return x, joins[0](Parts(aux, others))
-
-
-@jax.custom_vjp
-def _first_order(gradients: PyTree, sinks: Arrays) -> PyTree:
-    """The gradients as they are; an error if they are differentiated with respect to the sinks."""
-    return gradients
-
-
-def _refuse(*_: Any) -> Any:
-    raise ValueError(
-        "the loss function differentiates a gradient that went through scan_layers or apply_layer. "
-        "The engine has first derivatives only: hold the inner gradient with lax.stop_gradient, or "
-        "run these layers with a plain lax.scan."
-    )
-
-
-_first_order.defvjp(lambda gradients, sinks: (gradients, None), _refuse)
 
 
 def _plain_scan(block, stacked_params, x, broadcast, per_layer, remat, unroll):

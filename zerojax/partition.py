@@ -25,10 +25,10 @@ class Split(NamedTuple):
 def split(
     shape: tuple[int, ...], num_shards: int, axis: str, *, stacked: bool = False, base: P = P()
 ) -> Split:
-    """Cuts the largest dimension that divides by `num_shards`; the first of equals.
+    """Cuts the first dimension that divides by `num_shards`.
 
-    Only divisibility decides: small arrays are cut too. Among equals the first dimension wins,
-    because gathering along it needs no transpose afterwards.
+    Only divisibility decides: small arrays are cut too. The first dimension, because shards of it
+    are contiguous pieces of the whole: neither a gather nor a scatter needs a transpose.
 
     Args:
       shape: the array's shape.
@@ -44,7 +44,7 @@ def split(
 
     Example:
       >>> split((12, 64, 256), 8, "data", stacked=True)[1:]
-      (2, 'dim 2, 256 / 8')
+      (1, 'dim 1, 64 / 8')
       >>> split((17, 3), 8, "data")[1:]
       (None, '17, 3 do not divide by 8')
     """
@@ -59,7 +59,7 @@ def split(
         sizes = [str(shape[d]) for d in dims]
         verb = "does not divide" if len(sizes) == 1 else "do not divide"
         return Split(base, None, f"{', '.join(sizes)} {verb} by {num_shards}")
-    dim = max(fits, key=lambda d: (shape[d], -d))
+    dim = fits[0]
     names = [*base, *[None] * (len(shape) - len(base))]
     names[dim] = axis
     while names and names[-1] is None:

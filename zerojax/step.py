@@ -26,7 +26,7 @@ from zerojax.checks import (
     check_state,
     check_types,
 )
-from zerojax.collectives import device_index
+from zerojax.collectives import device_index, gather_global
 from zerojax.gradients import (
     enter,
     gather_params,
@@ -217,10 +217,9 @@ def _update(plan: Plan, state: TrainState, grads: PyTree, loss: jax.Array) -> Tr
     )
     weights = place(optax.apply_updates(weights, updates))
     rounded = place(jax.tree.map(lambda w: cast(w, plan.precision.params), weights))
-    rest = [leaf.rest for leaf in plan.params if leaf.trained]
     new = TrainState(
         step=state.step + 1,
-        params=merge(state.params, _constrain(plan, rounded, rest)),
+        params=merge(state.params, _at_rest(plan, rounded)),
         opt_state=strong(opt_state),
         key=state.key,
         master=None if state.master is None else weights,
@@ -232,6 +231,28 @@ def _update(plan: Plan, state: TrainState, grads: PyTree, loss: jax.Array) -> Tr
         "step. Set the optimizer's dtype arguments (such as mu_dtype) to match.",
     )
     return new
+
+
+def _at_rest(plan: Plan, params: PyTree) -> PyTree:
+    """The updated parameters on their specs at rest; at stages 1 and 2 they become whole here.
+
+    At stage 2 the largest come first, and each waits until the fourth before it is whole. Left
+    alone, XLA puts the pieces of all together after the last gather, where nothing hides it. (At
+    stage 1 the gradients too come in an order of XLA's, and waiting for another costs more.)
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    rest = [leaf.rest for leaf in plan.params if leaf.trained]
+    cuts, gathered = update_specs(plan), []
+    for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
+        if cuts[i] == rest[i] or any(rest[i]):
+            leaves[i] = lax.with_sharding_constraint(leaves[i], NamedSharding(plan.mesh, rest[i]))
+            continue
+        if plan.stage.splits_grads and len(gathered) >= 4:
+            last = gathered[-4]
+            leaves[i], leaves[last] = lax.optimization_barrier((leaves[i], leaves[last]))
+        leaves[i] = gather_global(leaves[i], cuts[i], plan.mesh, DATA)
+        gathered.append(i)
+    return treedef.unflatten(leaves)
 
 
 def _extra_args(optimizer: optax.GradientTransformation, **available: Any) -> dict[str, Any]:
