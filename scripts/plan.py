@@ -14,6 +14,7 @@ import functools
 import importlib
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,10 +29,23 @@ import zerojax as zj
 from models import transformer
 from scripts import paper
 from scripts.bench import announce
-from scripts.cases import RESERVE, Case, Row, compile_case, global_batch, num_params, predict
+from scripts.cases import (
+    RESERVE,
+    Case,
+    Row,
+    by_promise,
+    compile_case,
+    describe,
+    global_batch,
+    num_params,
+    predict,
+    recommend,
+    show,
+    usable_bytes,
+)
 from scripts.train import check_least
 from zerojax.precision import get_precision
-from zerojax.table import format_bytes, format_table
+from zerojax.table import format_bytes
 from zerojax.targets import Target
 
 # For each stage, (remat, prefetch): prefetch is a choice only where layers are gathered.
@@ -67,8 +81,8 @@ class Options:
     """GB/s of each GPU in collectives inside a host (None: 7/9 of the data sheet's)."""
     network_bandwidth: float | None = None
     """GB/s of each GPU's network card in collectives between hosts (None: 9/10 of it)."""
-    compile_seconds: float = 12
-    """Compile one program after another, the most promising first, and start none after this."""
+    compile_seconds: float = 14
+    """Compile the most promising way to train, and others until this is over; 0: none."""
     compile_large: bool = False
     """Compile also what the formula says is far too large."""
     json: Path | None = None
@@ -160,79 +174,22 @@ def make_rows(options: Options, target: Target) -> list[Row]:
     """Predict every case; compile the most promising that fit, one at a time."""
     assert target.gpu is not None
     start = time.perf_counter()
-    usable = target.gpu.memory_bytes * (1 - RESERVE)
+    usable = usable_bytes(target)
     rows = []
     for case in (fn_cases if options.fn else model_cases)(options, target):
         announce(f"predicting stage {case.stage}")
         rows.append(predict(case))
-    chosen = sorted(rows, key=lambda row: row.case.least_seconds(target))
+    chosen = by_promise(rows, target)
     if not options.compile_large:
         chosen = [x for x in chosen if x.peak.num_bytes <= FAR_TOO_LARGE * usable]
     for number, row in enumerate(chosen, start=1):
-        if time.perf_counter() - start >= options.compile_seconds:
+        late = number > 1 and time.perf_counter() - start >= options.compile_seconds
+        if late or not options.compile_seconds:
             break
         announce(f"compiling {number} of at most {len(chosen)}: {describe(row.case)}")
         row.compiled = compile_case(row.case, target)
     announce("")
     return rows
-
-
-def describe(case: Case) -> str:
-    """The choices of a case in words."""
-    parts = [f"stage {case.stage}"]
-    parts += [f"remat {case.remat}"] if case.remat else []
-    parts += [f"prefetch {case.prefetch}"] if case.prefetch is not None else []
-    return ", ".join(parts)
-
-
-def show(rows: list[Row], usable: float) -> str:
-    """The table, at most 100 columns wide."""
-    lines = []
-    for row in rows:
-        case, made = row.case, row.compiled
-        cells = [str(case.stage), case.remat or "own"]
-        cells += ["-" if case.prefetch is None else str(case.prefetch)]
-        cells += [format_bytes(case.rest_bytes), format_bytes(row.peak.num_bytes)]
-        fits = "yes" if row.fits(usable) else "no"
-        if made is None:
-            theory = format_bytes(case.theory_bytes)
-            cells += ["-", f"predicted {fits}", f"~{theory}", *["-"] * 4]
-        else:
-            cells += [format_bytes(made.peak_bytes), fits, format_bytes(made.wire_bytes)]
-            cells += [f"{made.wire_bytes / case.theory_bytes:.2f}" if case.theory_bytes else "-"]
-            cells += [f"{1e3 * made.exposed_seconds:.0f} ms", f"{1e3 * made.seconds:,.0f} ms"]
-            cells += ["-" if made.mfu is None else f"{made.mfu:.0%}"]
-        lines.append(cells)
-    header = ["stage", "remat", "ahead", "at rest", "formula", "peak", "fits", "wire", "x theory"]
-    header += ["exposed", "step", "MFU"]
-    return format_table(header, lines, right=[0, 2, 3, 4, 5, 7, 8, 9, 10, 11])
-
-
-def recommend(rows: list[Row], target: Target) -> str:
-    """One sentence: what to take, and why."""
-    assert target.gpu is not None
-    usable = target.gpu.memory_bytes * (1 - RESERVE)
-    fit = [row for row in rows if row.fits(usable)]
-    if not fit:
-        least = min(rows, key=lambda row: row.peak.num_bytes)
-        size = format_bytes(least.peak.num_bytes)
-        return (
-            f"Nothing fits: {describe(least.case)} takes least, {size} of {format_bytes(usable)}. "
-            "Give each GPU fewer or shorter rows, or take more GPUs."
-        )
-    timed = [(row.compiled.seconds, i) for i, row in enumerate(fit) if row.compiled]
-    if not timed:
-        best = min(fit, key=lambda row: row.case.least_seconds(target))
-        size = format_bytes(best.peak.num_bytes)
-        why = f"the least work and traffic of what fits, {size} by formula; none was compiled"
-        return f"Take {describe(best.case)}: {why}."
-    seconds, index = min(timed)
-    best = fit[index].compiled
-    assert best is not None
-    why = f"of {len(timed)} compiled that fit, " if len(timed) > 1 else "compiled, it fits: "
-    why += f"the fastest, {1e3 * seconds:,.0f} ms a step, in " if len(timed) > 1 else ""
-    room = f"{format_bytes(best.allocated_bytes)} of {format_bytes(usable)}"
-    return f"Take {describe(fit[index].case)}: {why}{room}."
 
 
 def main(options: Options) -> list[Row]:
@@ -250,24 +207,22 @@ def main(options: Options) -> list[Row]:
     target = find_target(options)
     assert target.gpu is not None
     rows = make_rows(options, target)
-    gpu, usable = target.gpu, target.gpu.memory_bytes * (1 - RESERVE)
-    tokens = ", ".join(str(list(x.shape)) for x in jax.tree.leaves(rows[0].case.batch))
+    gpu, usable = target.gpu, usable_bytes(target)
+    batch = ", ".join(str(list(x.shape)) for x in jax.tree.leaves(rows[0].case.batch))
     rates = f"{target.link_bandwidth / 1e9:.0f} GB/s in a host"
     if target.hosts > 1:
         rates += f", {target.network_bandwidth / 1e9:.0f} GB/s a card between hosts"
     print(
         f"{options.fn or options.model}: {num_params(rows[0].case.plan):,} parameters, "
         f"{options.precision}, {'own optimizer' if options.fn else options.optimizer}, "
-        f"global batch {tokens}, {options.microbatches} microbatch(es)\n"
+        f"global batch {batch}, microbatches {options.microbatches}\n"
         f"{target.num_devices} x {gpu.kind}: {format_bytes(usable)} of memory, after "
         f"{RESERVE:.0%} for CUDA, NCCL and gaps\n"
-        f"rates: {rates}; matmuls at {target.matmul_efficiency:.0%} of "
-        f"{gpu.matmul_flops / 1e12:,.0f} TFLOP/s, attention at {target.attention_efficiency:.0%}, "
-        f"memory at {target.memory_efficiency:.0%}\n"
-        "GB = 1e9 bytes, each for one GPU and step; ahead: layers gathered ahead (prefetch); "
-        "~: theory\n"
+        f"rates: {rates}; matmuls {target.matmul_efficiency:.0%}, attention "
+        f"{target.attention_efficiency:.0%} of {gpu.matmul_flops / 1e12:,.0f} TFLOP/s\n"
+        "each for one GPU and step, GB = 1e9 bytes; formula, compiled: peak memory; ~: theory\n"
     )
-    print(f"{show(rows, usable)}\n\n{recommend(rows, target)}")
+    print(f"{show(rows, usable)}\n\n{textwrap.fill(recommend(rows, target), 100)}")
     if options.json:
         figures = {
             "options": {name: value for name, value in vars(options).items() if name != "json"},

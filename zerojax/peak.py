@@ -170,7 +170,7 @@ def _kind(value: Value, stacks: list[Stack], params: set[int], leaving: set[int]
             return "activations"
         first = op.outputs[: stacks[int(number)].num_grads]
         return "gradients" if any(value is x for x in first) else "outside"
-    if op.name == "scan" and _has_stack(op):
+    if op.name == "scan" and value.ndim and _has_stack(op):
         return "gradients"
     made_of = [id(source(x)) for x in op.inputs]
     if op.name == "all_gather" or (op.is_fused and made_of and set(made_of) <= params):
