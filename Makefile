@@ -6,7 +6,7 @@
 CUDA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda12)
 ARGS ?=
 RUN = .venv/bin/python -m
-.PHONY: env train test test-full test-oldest bench audit lint clean
+.PHONY: env train plan audit test test-full test-oldest bench lint clean
 
 env: .venv/installed
 
@@ -20,6 +20,10 @@ env: .venv/installed
 
 train: env
 	@$(RUN) scripts.train $(ARGS)
+
+# Which stage fits, and how fast, on GPUs that need not be here; default: llama2-7b on h100:8.
+plan: env
+	@$(RUN) scripts.plan $(ARGS)
 
 test: env
 	@$(RUN) pytest -n 2 --dist loadfile -m "not full" $(ARGS)

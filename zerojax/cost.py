@@ -51,7 +51,13 @@ def work_of(program: Program, computation: Computation, x: Instruction) -> Work 
         (name,) = x.called["calls"]
         fused = program.computations[name]
         flops = sum(dot_flops(fused, y) for y in fused.instructions.values())
-        return Work(flops, 0.0, _bytes_read(fused, taken) + _bytes_written(fused, fused.root))
+        inner = [y for y in fused.instructions.values() if y.opcode == "custom-call"]
+        calls = [_custom_call(y, fused.operand_arrays(y), 0.0) for y in inner]
+        return Work(
+            matmul_flops=flops + sum(work.matmul_flops for work in calls),
+            attention_flops=sum(work.attention_flops for work in calls),
+            num_bytes=_bytes_read(fused, taken) + _bytes_written(fused, fused.root),
+        )
     num_bytes = float(sum(a.num_bytes for a in taken) + x.num_bytes)
     if x.opcode == "custom-call":
         return _custom_call(x, taken, num_bytes)

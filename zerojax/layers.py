@@ -31,6 +31,7 @@ from zerojax.block import (
     split_output,
 )
 from zerojax.entrance import Entry, current, recognise
+from zerojax.ledger import watch
 from zerojax.precision import accumulable
 
 
@@ -204,8 +205,7 @@ class _Stack(NamedTuple):
 
         zeros = [place.zeros(x.shape, accumulable(x).dtype, None) for x in shared]
         queue = self._start(arrays, self.num_layers - 1, -1, ct_x) if self.regather else ()
-        carry = ct_x, zeros, queue
-        xs = self._indexed(inputs), saved, ct_aux
+        carry, xs = (ct_x, zeros, queue), (self._indexed(inputs), saved, ct_aux)
         (ct_x, ct_shared, _), (left, ct_own) = lax.scan(
             body, carry, xs, reverse=True, unroll=self.unroll
         )
@@ -246,7 +246,7 @@ def _with(inputs: Parts, own: Parts) -> Parts:
 
 def _run(engine: _Single | _Stack, entries: list[Entry], x: PyTree, inputs: Parts) -> Any:
     """Runs an engine with its own backward; returns (x, aux)."""
-    joins = []
+    engine, joins = watch(engine), []
 
     def forward(arrays: Arrays, x: PyTree, inputs: Parts) -> tuple:
         out, (others, join), saved = engine.forward(arrays, x, inputs)
