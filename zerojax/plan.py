@@ -120,7 +120,7 @@ def make_plan(
       >>> init = lambda key: {"w": jax.random.normal(key, (16, 64)), "b": jnp.zeros(64)}
       >>> plan = make_plan(init, optax.adam(1e-3), make_mesh(8), stage=3)
       >>> [(leaf.path, tuple(leaf.rest), plan.bytes_per_device(leaf)) for leaf in plan.params]
-      [('b', ('data',), 32), ('w', (None, 'data'), 512)]
+      [('b', ('data',), 32), ('w', ('data',), 512)]
     """
     check_mesh(mesh)
     row, dtypes = get_stage(stage), get_precision(precision)
