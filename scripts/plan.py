@@ -62,8 +62,8 @@ class Options:
     """Preset of models/transformer.py."""
     gpus: str = "h100:8"
     """GPU:COUNT or GPU:HOSTSxCOUNT, such as h100:64x8."""
-    batch: int = 2
-    """Rows of each GPU in an update, over all its microbatches."""
+    batch: int | None = None
+    """Rows of each GPU in an update, over all its microbatches (None: 2 for each of them)."""
     seq: int | None = None
     """Tokens in a row (None: the preset's)."""
     layers: int | None = None
@@ -110,8 +110,9 @@ def model_cases(options: Options, target: Target) -> Iterator[Case]:
     changes = {"num_layers": options.layers, "seq_len": options.seq, "attention": attention}
     given = {name: value for name, value in changes.items() if value is not None}
     config = dataclasses.replace(transformer.PRESETS[options.model], **given)
-    rows = {"tokens": jax.ShapeDtypeStruct((options.batch, config.seq_len + 1), jnp.int32)}
-    flops = transformer.flops_per_token(config) * options.batch * config.seq_len
+    batch = options.batch or 2 * options.microbatches
+    rows = {"tokens": jax.ShapeDtypeStruct((batch, config.seq_len + 1), jnp.int32)}
+    flops = transformer.flops_per_token(config) * batch * config.seq_len
     for stage, choices in CHOICES.items():
         plan = zj.make_plan(
             functools.partial(transformer.init_params, config),
@@ -124,14 +125,13 @@ def model_cases(options: Options, target: Target) -> Iterator[Case]:
         for remat, prefetch in choices:
             how = dataclasses.replace(config, remat=remat, prefetch=prefetch)
             loss_fn = functools.partial(transformer.loss_fn, how)
-            batch = global_batch(rows, mesh.size)
             yield Case(
                 stage,
                 remat,
                 prefetch if stage == 3 else None,
                 loss_fn,
                 plan,
-                batch,
+                global_batch(rows, mesh.size),
                 options.microbatches,
                 flops,
             )
@@ -192,18 +192,28 @@ def make_rows(options: Options, target: Target) -> list[Row]:
     return rows
 
 
+def check_options(options: Options) -> None:
+    """Raise ValueError, naming the flag, for what cannot be planned."""
+    check_least(options, {"batch": 1, "seq": 1, "layers": 1, "microbatches": 1})
+    for name in ("batch", "seq", "layers"):
+        if options.fn and getattr(options, name) is not None:
+            raise ValueError(
+                f"--{name}: with --fn, what the function returns says it; leave it out"
+            )
+    rows, slices = options.batch or 0, options.microbatches
+    if rows % slices:
+        raise ValueError(
+            f"--batch: {rows} rows of a GPU are not a multiple of {slices} microbatches; give "
+            f"--batch {rows + -rows % slices}"
+        )
+
+
 def main(options: Options) -> list[Row]:
     """Print the plan; raises ValueError or OSError for a user's mistake."""
     if options.paper:
         paper.main(announce)
         return []
-    check_least(options, {"batch": 1, "seq": 1, "layers": 1, "microbatches": 1})
-    if options.batch % options.microbatches and not options.fn:
-        raise ValueError(
-            f"--batch: {options.batch} rows of a GPU are not a multiple of "
-            f"{options.microbatches} microbatches; give --batch "
-            f"{options.batch + -options.batch % options.microbatches}"
-        )
+    check_options(options)
     target = find_target(options)
     assert target.gpu is not None
     rows = make_rows(options, target)
@@ -222,7 +232,8 @@ def main(options: Options) -> list[Row]:
         f"{target.attention_efficiency:.0%} of {gpu.matmul_flops / 1e12:,.0f} TFLOP/s\n"
         "each for one GPU and step, GB = 1e9 bytes; formula, compiled: peak memory; ~: theory\n"
     )
-    print(f"{show(rows, usable)}\n\n{textwrap.fill(recommend(rows, target), 100)}")
+    whole = recommend(rows, target).replace(" GB", "~GB")  # never broken there
+    print(f"{show(rows, usable)}\n\n{textwrap.fill(whole, 100).replace('~GB', ' GB')}")
     if options.json:
         figures = {
             "options": {name: value for name, value in vars(options).items() if name != "json"},

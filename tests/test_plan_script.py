@@ -123,6 +123,10 @@ def test_a_users_function_is_planned_and_compiled(fn, tmp_path, capsys):
     [
         ({"batch": 0}, r"--batch: 0 is too few; give 1 or more"),
         ({"batch": 3, "microbatches": 2}, r"--batch: 3 rows .* 2 microbatches; give --batch 4"),
+        (
+            {"fn": "own_model:make", "seq": 9},
+            r"--seq: with --fn, what the function returns says it",
+        ),
         ({"gpus": "h100"}, r"target is 'h100'; write GPU:COUNT"),
         ({"gpus": "simulated:8"}, r"--gpus: 'simulated:8' has no GPU to plan for; .* h100:8"),
         ({"link_bandwidth": -1.0}, r"link_bandwidth is -1000000000.0; give a positive number"),
