@@ -46,8 +46,12 @@ def compare(receipts: Sequence[Any], names: Sequence[str] | None = None) -> str:
       ...     plan = zj.make_plan(init, optax.adam(1e-3), zj.make_mesh(8), stage=stage)
       ...     step = zj.make_train_step(loss_fn, plan)
       ...     receipts.append(zj.audit(step, plan.abstract_state, jnp.zeros((16, 256))))
-      >>> print(compare(receipts).splitlines()[2])
-      stage 0, manual  786 kB  1.58 MB  459 kB    1.00        -     -         0
+      >>> for line in compare(receipts).splitlines():
+      ...     print(line[:52].rstrip())
+      plan             at rest     peak    wire  / theory
+      ---------------  -------  -------  ------  --------
+      stage 0, manual   786 kB  1.31 MB  459 kB      1.00
+      stage 3, manual  98.3 kB   395 kB  459 kB      1.00
     """
     rows = []
     for i, receipt in enumerate(receipts):
