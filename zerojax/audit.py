@@ -17,6 +17,7 @@ from zerojax.devices import compile_only, target_of
 from zerojax.findings import Evidence, Finding, find
 from zerojax.memory import MemoryReport, memory_report
 from zerojax.moves import Move, expected_bytes, find_moves, gathered_ahead, sizes_of
+from zerojax.peak import Peak, predict_peak
 from zerojax.plan import Plan
 from zerojax.receipt import as_dict, describe
 from zerojax.state import PyTree, TrainState
@@ -26,7 +27,7 @@ from zerojax.targets import target as get_target
 from zerojax.xla import compile_with_statistics
 
 
-class Peak(NamedTuple):
+class CompiledPeak(NamedTuple):
     """Bytes per device while the program runs, as XLA assigned them.
 
     Attributes:
@@ -54,6 +55,7 @@ class Audit:
       rest: bytes at rest by formula, plan and (of a state that exists) as measured.
       compiled_rest: bytes of the state among the program's arguments, by kind.
       peak: bytes while it runs.
+      predicted: the same from the trace of the step, by what they are (`predict_peak`).
       moves: every array of every collective.
       expected: bytes on the wire in theory, by part.
       ahead: bytes on the wire for layers gathered ahead of the end of their stack.
@@ -68,7 +70,7 @@ class Audit:
     target: Target
     rest: MemoryReport
     compiled_rest: dict[str, int]
-    peak: Peak
+    peak: CompiledPeak
     moves: tuple[Move, ...]
     expected: dict[str, float]
     ahead: float
@@ -76,6 +78,7 @@ class Audit:
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
     xla_exposed: float | None = None
+    predicted: Peak | None = None
 
     @property
     def wire_bytes(self) -> float:
@@ -158,7 +161,11 @@ def audit(
         target=target,
         larger=larger,
     )
-    return dataclasses.replace(found, xla_exposed=exposed)
+    predicted = None
+    if step.donates:  # a training step
+        slices = step.microbatches
+        predicted = predict_peak(step.loss_fn, step.plan, shapes(batch), microbatches=slices)
+    return dataclasses.replace(found, xla_exposed=exposed, predicted=predicted)
 
 
 def audit_compiled(
@@ -221,7 +228,7 @@ def _text(compiled: jax.stages.Compiled) -> str:
     return text
 
 
-def _peak(compiled: jax.stages.Compiled, on_cpu: bool) -> Peak:
+def _peak(compiled: jax.stages.Compiled, on_cpu: bool) -> CompiledPeak:
     sizes = compiled.memory_analysis()
     assert sizes is not None
     arguments, outputs = sizes.argument_size_in_bytes, sizes.output_size_in_bytes
@@ -229,7 +236,7 @@ def _peak(compiled: jax.stages.Compiled, on_cpu: bool) -> Peak:
     total = arguments + outputs - aliased + temporary
     if not on_cpu:  # there XLA reports something else
         total = sizes.peak_memory_in_bytes
-    return Peak(arguments, outputs, aliased, temporary, total)
+    return CompiledPeak(arguments, outputs, aliased, temporary, total)
 
 
 def _growth(moves: Sequence[Move], larger: Sequence[wire.Collective]) -> list[Finding]:

@@ -84,6 +84,7 @@ def as_dict(receipt: Any) -> dict[str, Any]:
         "rest": [row._asdict() for row in receipt.rest],
         "compiled_rest": receipt.compiled_rest,
         "peak": receipt.peak._asdict(),
+        "predicted_peak": receipt.predicted and receipt.predicted.rows,
         "wire_bytes": receipt.wire_bytes,
         "expected_bytes": receipt.expected,
         "ahead_bytes": receipt.ahead,
@@ -156,16 +157,20 @@ def _rest(receipt: Any) -> str:
 
 def _peak(receipt: Any) -> str:
     peak, gpu = receipt.peak, receipt.target.gpu
-    rows = [
-        ["state and batch", format_bytes(peak.arguments)],
-        ["results not in the state's place", format_bytes(peak.outputs - peak.aliased)],
-        ["gathered weights, gradients, activations", format_bytes(peak.temporary)],
-        ["most at any time" if gpu else "sum of all", format_bytes(peak.total)],
-    ]
+    predicted = dict(receipt.predicted.rows) if receipt.predicted else {}
+    at_rest = [predicted.pop(kind, 0) for kind in ("params", "master", "opt_state", "batch")]
+    rows = [["state and batch", format_bytes(sum(at_rest)), format_bytes(peak.arguments)]]
+    rows += [[kind, format_bytes(size), ""] for kind, size in predicted.items() if size]
+    rows.append(["temporary", format_bytes(sum(predicted.values())), format_bytes(peak.temporary)])
+    total = "at the fullest moment" if gpu else "sum of all"
+    rows.append(
+        [total, format_bytes(sum([*at_rest, *predicted.values()])), format_bytes(peak.total)]
+    )
+    if not receipt.predicted:
+        rows = [[name, "-", size] for name, _, size in rows]
     if gpu:
-        share = peak.total / gpu.memory_bytes
-        rows.append([f"of the memory of {gpu.name}", f"{share:.0%}"])
-    return format_table(["2. at peak", "compiled"], rows, right=[1])
+        rows.append([f"of the memory of {gpu.name}", "", f"{peak.total / gpu.memory_bytes:.0%}"])
+    return format_table(["2. at peak", "predicted", "compiled"], rows, right=[1, 2])
 
 
 def _moved(receipt: Any) -> str:

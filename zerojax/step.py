@@ -116,7 +116,7 @@ def make_train_step(
             metrics["skipped"] = 1 - finite.astype(jnp.int32)
         return new, metrics
 
-    return Step(train_step, plan, microbatches, compiler_options, donate=True)
+    return Step(train_step, plan, microbatches, compiler_options, donate=True, loss_fn=loss_fn)
 
 
 def make_eval_step(loss_fn: LossFn, plan: Plan) -> Step:
@@ -143,7 +143,7 @@ def make_eval_step(loss_fn: LossFn, plan: Plan) -> Step:
         run = plan.partitioner.per_device(device_sums, rest_specs(plan), P())
         return run(state.params, batch, key).metrics()
 
-    return Step(eval_step, plan, 1, None, donate=False)
+    return Step(eval_step, plan, 1, None, donate=False, loss_fn=loss_fn)
 
 
 class Step:
@@ -161,9 +161,10 @@ class Step:
         options: Mapping[str, bool | int | str] | None,
         *,
         donate: bool,
+        loss_fn: LossFn,
     ):
-        self.plan = plan
-        self.microbatches = microbatches
+        self.plan, self.loss_fn, self.microbatches = plan, loss_fn, microbatches
+        self.donates = donate
         # One step at a time on simulated devices: with many in flight on few cores, the devices of
         # one wait for threads that another holds, until XLA ends the process (seen on jax 0.11).
         self.simulated = plan.mesh.devices.flat[0].platform == "cpu"
