@@ -6,7 +6,7 @@
 CUDA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda12)
 ARGS ?=
 RUN = .venv/bin/python -m
-.PHONY: env train plan audit test test-full test-oldest bench lint clean
+.PHONY: env train plan audit test test-full test-oldest bench gpu-check lint clean
 
 env: .venv/installed
 
@@ -38,6 +38,10 @@ test-oldest: .venv-oldest/installed
 
 bench: env
 	@$(RUN) scripts.bench $(ARGS)
+
+# What only a GPU can show, in 8 minutes on a host with one: checks, and predicted beside measured.
+gpu-check: env
+	@$(RUN) scripts.gpu_check $(ARGS)
 
 # The receipt of what `make train` would run; --target h100:8 compiles for GPUs that are not here.
 audit: env
