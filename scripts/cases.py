@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 
 import zerojax as zj
-from zerojax import hlo, wire
+from zerojax.moves import expected_bytes
 from zerojax.peak import Peak, predict_peak
-from zerojax.simulate import simulate
 from zerojax.table import format_bytes, format_table
 from zerojax.targets import Target
 
@@ -65,8 +64,7 @@ class Case:
     @property
     def theory_bytes(self) -> float:
         """What each GPU sends in a step, in theory."""
-        num_gpus = self.plan.num_devices
-        return sum(self.passes) * num_params(self.plan) * (num_gpus - 1) / num_gpus
+        return sum(expected_bytes(self.plan, self.microbatches).values())
 
     def rough_seconds(self, target: Target) -> float:
         """A step of nothing but matmuls and traffic, to rank cases by; it is not shown.
@@ -97,6 +95,7 @@ class Compiled:
       wire_bytes: sent in a step.
       exposed_seconds, seconds: of a step, by the two-stream simulation.
       mfu: the model's FLOPs over what the GPU could do in that time, or None.
+      findings: names of what is wrong with the program; see `zerojax.findings`.
     """
 
     peak_bytes: int
@@ -105,6 +104,7 @@ class Compiled:
     exposed_seconds: float
     seconds: float
     mfu: float | None
+    findings: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass
@@ -148,20 +148,20 @@ def compile_case(case: Case, target: Target) -> Compiled:
     assert target.gpu is not None
     step = zj.make_train_step(case.loss_fn, case.plan, microbatches=case.microbatches)
     compiled = step.lower(case.plan.abstract_state, case.batch).compile()
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    assert memory is not None
-    assert text is not None
-    program = hlo.parse(text)
-    timeline = simulate(program, target)
+    receipt = zj.audit_compiled(
+        compiled, case.plan, case.batch, microbatches=case.microbatches, target=target
+    )
+    peak, timeline = receipt.peak, receipt.timeline
+    assert timeline is not None
     could = timeline.seconds * target.gpu.matmul_flops
-    own_outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Compiled(
-        peak_bytes=memory.peak_memory_in_bytes,
-        allocated_bytes=memory.argument_size_in_bytes + own_outputs + memory.temp_size_in_bytes,
-        wire_bytes=sum(x.wire_bytes * x.times for x in wire.collectives(program)),
+        peak_bytes=peak.total,
+        allocated_bytes=peak.arguments + peak.outputs - peak.aliased + peak.temporary,
+        wire_bytes=receipt.wire_bytes,
         exposed_seconds=timeline.exposed,
         seconds=timeline.seconds,
         mfu=case.model_flops / could if case.model_flops else None,
+        findings=tuple(finding.name for finding in receipt.findings),
     )
 
 

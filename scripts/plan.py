@@ -234,6 +234,10 @@ def main(options: Options) -> list[Row]:
     )
     whole = recommend(rows, target).replace(" GB", "~GB")  # never broken there
     print(f"{show(rows, usable)}\n\n{textwrap.fill(whole, 100).replace('~GB', ' GB')}")
+    for row in rows:
+        if row.compiled and row.compiled.findings:
+            names = ", ".join(row.compiled.findings)
+            print(f"{describe(row.case)} has findings: {names}; audit the step to see them")
     if options.json:
         figures = {
             "options": {name: value for name, value in vars(options).items() if name != "json"},
