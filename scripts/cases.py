@@ -61,11 +61,6 @@ class Case:
         gathers = plan.stage.traffic(self.microbatches) - scatters
         return gathers * gathered, scatters * reduce
 
-    @property
-    def theory_bytes(self) -> float:
-        """What each GPU sends in a step, in theory."""
-        return sum(expected_bytes(self.plan, self.microbatches).values())
-
     def rough_seconds(self, target: Target) -> float:
         """A step of nothing but matmuls and traffic, to rank cases by; it is not shown.
 
@@ -115,6 +110,13 @@ class Row:
     peak: Peak
     compiled: Compiled | None = None
 
+    @property
+    def theory_bytes(self) -> float:
+        """What each GPU sends in a step, in theory, layers gathered ahead among it."""
+        case = self.case
+        expected = expected_bytes(case.plan, case.microbatches, self.peak.stacks)
+        return expected.total + expected.ahead
+
     def fits(self, usable_bytes: float) -> bool:
         """Whether it fits: by the program's allocation if compiled, else by the formula."""
         if self.compiled is not None:
@@ -131,7 +133,7 @@ class Row:
             "rest_bytes": case.rest_bytes,
             "predicted_peak_bytes": self.peak.num_bytes,
             "predicted_rows": self.peak.rows,
-            "theory_wire_bytes": case.theory_bytes,
+            "theory_wire_bytes": self.theory_bytes,
             "fits": self.fits(usable_bytes),
             "compiled": self.compiled and dataclasses.asdict(self.compiled),
         }
@@ -143,13 +145,19 @@ def predict(case: Case) -> Row:
     return Row(case, peak)
 
 
-def compile_case(case: Case, target: Target) -> Compiled:
-    """Compiles a case for its GPUs and reads the program."""
+def compile_row(row: Row, target: Target) -> Compiled:
+    """Compiles the case of a row for its GPUs and reads the program."""
+    case = row.case
     assert target.gpu is not None
     step = zj.make_train_step(case.loss_fn, case.plan, microbatches=case.microbatches)
     compiled = step.lower(case.plan.abstract_state, case.batch).compile()
     receipt = zj.audit_compiled(
-        compiled, case.plan, case.batch, microbatches=case.microbatches, target=target
+        compiled,
+        case.plan,
+        case.batch,
+        microbatches=case.microbatches,
+        target=target,
+        predicted=row.peak,
     )
     peak, timeline = receipt.peak, receipt.timeline
     assert timeline is not None
@@ -215,11 +223,11 @@ def show(rows: list[Row], usable: float) -> str:
         cells += [format_bytes(case.rest_bytes), format_bytes(row.peak.num_bytes)]
         fits = "yes" if row.fits(usable) else "no"
         if made is None:
-            theory = format_bytes(case.theory_bytes)
+            theory = format_bytes(row.theory_bytes)
             cells += ["predicted", fits, f"~{theory}", *["-"] * 4]
         else:
             cells += [format_bytes(made.peak_bytes), fits, format_bytes(made.wire_bytes)]
-            cells += [f"{made.wire_bytes / case.theory_bytes:.2f}" if case.theory_bytes else "-"]
+            cells += [f"{made.wire_bytes / row.theory_bytes:.2f}" if row.theory_bytes else "-"]
             cells += [format_ms(made.exposed_seconds), format_ms(made.seconds)]
             cells += ["-" if made.mfu is None else f"{made.mfu:.0%}"]
         lines.append(cells)

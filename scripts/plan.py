@@ -34,7 +34,7 @@ from scripts.cases import (
     Case,
     Row,
     by_promise,
-    compile_case,
+    compile_row,
     describe,
     global_batch,
     num_params,
@@ -187,7 +187,7 @@ def make_rows(options: Options, target: Target) -> list[Row]:
         if late or not options.compile_seconds:
             break
         announce(f"compiling {number} of at most {len(chosen)}: {describe(row.case)}")
-        row.compiled = compile_case(row.case, target)
+        row.compiled = compile_row(row, target)
     announce("")
     return rows
 

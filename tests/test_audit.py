@@ -152,8 +152,8 @@ def test_wire_bytes_on_h100s_are_theory(stage, microbatches):
         prefetch=0,
     )
     found = audit(step)
-    assert found.ahead == 0
-    for part, expected in found.expected.items():
+    assert found.expected.ahead == 0
+    for part, expected in found.expected.parts.items():
         moved = sum(move.wire_bytes for move in found.moves if move.part == part)
         assert moved == pytest.approx(expected, rel=0.01), part
     # The paper's formula, 2 bytes throughout, for the layers: 2, 2, m + 1 and 3 m units.
@@ -178,14 +178,14 @@ def test_dtypes_on_the_wire_of_h100s():
 def test_what_is_gathered_ahead_is_stated():
     for prefetch in (0, 1, 2):
         found = audit(make_step({}, 3, prefetch=prefetch))
-        layer = found.expected["layers"] / (3 * LAYERS)
-        assert found.ahead == pytest.approx(2 * prefetch * layer, rel=0.01)
+        layer = found.expected.parts["layers"] / (3 * LAYERS)
+        assert found.expected.ahead == pytest.approx(2 * prefetch * layer, rel=0.01)
 
 
 def test_regather_false_is_a_note_and_two_thirds_of_the_traffic():
     found = audit(make_step({}, 3, prefetch=0, regather=False)).check()
     whole = audit(make_step({}, 3, prefetch=0))
-    assert found.expected["layers"] == pytest.approx(whole.expected["layers"] * 2 / 3)
+    assert found.expected.parts["layers"] == pytest.approx(whole.expected.parts["layers"] * 2 / 3)
     assert found.ratio == pytest.approx(1, abs=0.01)
     assert any("regather=False" in note for note in found.notes)
 

@@ -14,6 +14,7 @@ import pytest
 import zerojax as zj
 from models import transformer
 from tests import aot
+from zerojax.peak import predict_peak
 
 pytestmark = aot.needed
 
@@ -35,11 +36,16 @@ def receipts(prefetch, regather=True):
         layers=("blocks",),
         precision=zj.Precision(compute=jnp.bfloat16, reduce=jnp.bfloat16),
     )
-    step = zj.make_train_step(functools.partial(transformer.loss_fn, model), plan)
+    loss_fn = functools.partial(transformer.loss_fn, model)
+    step = zj.make_train_step(loss_fn, plan)
     batch = {"tokens": jax.ShapeDtypeStruct((16, model.seq_len + 1), jnp.int32)}
     compiled = step.lower(plan.abstract_state, batch).compile()
+    predicted = predict_peak(loss_fn, plan, batch)
     targets = [zj.target("h100:8", link_bandwidth=rate) for rate in (350e9, 100e9)]
-    return [zj.audit_compiled(compiled, plan, batch, target=target).check() for target in targets]
+    return [
+        zj.audit_compiled(compiled, plan, batch, target=target, predicted=predicted).check()
+        for target in targets
+    ]
 
 
 def test_prefetch_hides_communication_and_none_shows_it():

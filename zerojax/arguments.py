@@ -34,13 +34,16 @@ class Argument(NamedTuple):
 
 def shapes(batch: PyTree) -> PyTree:
     """The batch as ShapeDtypeStructs."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), batch)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), batch)
 
 
 def read_arguments(
     compiled: jax.stages.Compiled, program: Program, batch: PyTree
 ) -> tuple[Argument, ...]:
     """Every input: its path and kind, whole and on one device."""
+    if compiled.args_info[1]:
+        names = ", ".join(compiled.args_info[1])
+        raise ValueError(f"the program takes {names} by keyword; lower it with positions only.")
     flat = jax.tree.leaves_with_path(compiled.args_info)
     params = [x for x in program.entry.instructions.values() if x.opcode == "parameter"]
     params.sort(key=lambda x: x.parameter or 0)

@@ -12,11 +12,11 @@ import jax
 
 from zerojax import hlo, simulate, wire
 from zerojax.arguments import STATE_KINDS, read_arguments, shapes
-from zerojax.collectives import Auto
-from zerojax.devices import compile_only, target_of
+from zerojax.devices import target_of
 from zerojax.findings import Evidence, Finding, find
 from zerojax.memory import MemoryReport, memory_report
-from zerojax.moves import Move, expected_bytes, find_moves, gathered_ahead, sizes_of
+from zerojax.moves import Expected, Move, expected_bytes, find_moves, sizes_of
+from zerojax.notes import find_notes
 from zerojax.peak import Peak, predict_peak
 from zerojax.plan import Plan
 from zerojax.receipt import as_dict, describe
@@ -57,8 +57,7 @@ class Audit:
       peak: bytes while it runs.
       predicted: the same from the trace of the step, by what they are (`predict_peak`).
       moves: every array of every collective.
-      expected: bytes on the wire in theory, by part.
-      ahead: bytes on the wire for layers gathered ahead of the end of their stack.
+      expected: bytes on the wire in theory, by part and for layers gathered ahead.
       timeline: the schedule replayed, on a target with rates.
       findings: what is wrong.
       notes: what the reader should know, and what could not be read.
@@ -72,8 +71,7 @@ class Audit:
     compiled_rest: dict[str, int]
     peak: CompiledPeak
     moves: tuple[Move, ...]
-    expected: dict[str, float]
-    ahead: float
+    expected: Expected
     timeline: simulate.Timeline | None
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
@@ -87,9 +85,15 @@ class Audit:
 
     @property
     def ratio(self) -> float:
-        """Bytes on the wire to theory, layers gathered ahead aside; 1.0 where nothing moves."""
-        expected = sum(self.expected.values())
-        return (self.wire_bytes - self.ahead) / expected if expected else 1.0
+        """Bytes on the wire to theory; 1.0 where theory moves nothing.
+
+        Scalars, what the optimizer itself exchanges, and layers gathered ahead do not count.
+        """
+        moved = sum(
+            move.wire_bytes for move in self.moves if move.part not in ("scalars", "update")
+        )
+        expected = self.expected.total
+        return (moved - self.expected.ahead) / expected if expected else 1.0
 
     def check(self) -> Audit:
         """Returns itself; raises ValueError that lists the findings if there are any."""
@@ -151,21 +155,23 @@ def audit(
             lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), shapes(batch)
         )
         larger = step.lower(abstract, doubled).compile()
-    abstract_leaf = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
+    predicted = None
+    if step.donates:  # a training step
+        slices = step.microbatches
+        predicted = predict_peak(step.loss_fn, step.plan, shapes(batch), microbatches=slices)
+    is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
     found = audit_compiled(
         compiled,
         step.plan,
         batch,
         microbatches=step.microbatches,
-        state=None if abstract_leaf else state,
+        state=None if is_abstract else state,
         target=target,
         larger=larger,
+        predicted=predicted,
+        training=step.donates,
     )
-    predicted = None
-    if step.donates:  # a training step
-        slices = step.microbatches
-        predicted = predict_peak(step.loss_fn, step.plan, shapes(batch), microbatches=slices)
-    return dataclasses.replace(found, xla_exposed=exposed, predicted=predicted)
+    return dataclasses.replace(found, xla_exposed=exposed)
 
 
 def audit_compiled(
@@ -177,6 +183,8 @@ def audit_compiled(
     state: TrainState | None = None,
     target: str | Target | None = None,
     larger: jax.stages.Compiled | None = None,
+    predicted: Peak | None = None,
+    training: bool = True,
 ) -> Audit:
     """Reads any compiled training step, held against a plan of what it should do.
 
@@ -189,16 +197,21 @@ def audit_compiled(
       state: a live state, to measure.
       target: as for `audit`.
       larger: the same function compiled for more rows; traffic that grows with them is a finding.
+      predicted: from `predict_peak`, for a step of the library's own: it says what the layer engine
+        was asked for, such as prefetch.
+      training: False is a step without gradients and optimizer.
+
+    Raises:
+      ValueError: `target` is other hardware than the program was compiled for.
     """
     program = hlo.parse(_text(compiled))
-    hardware = target_of(plan.mesh) if target is None else get_target(target)
+    hardware = _hardware(plan, target)
+    stacks = None if predicted is None else predicted.stacks
     arguments = read_arguments(compiled, program, batch)
     moves = find_moves(plan, wire.collectives(program), sizes_of(plan, batch, microbatches))
-    kept = any("keep_gathered" in move.collective.op_name for move in moves)
-    expected = expected_bytes(plan, microbatches, kept=kept)
-    ahead = gathered_ahead(plan, moves, microbatches, kept)
-    evidence = Evidence(plan, program, moves, expected, arguments, microbatches, kept, ahead)
-    rest: dict[str, int] = dict.fromkeys(STATE_KINDS, 0)
+    expected = expected_bytes(plan, microbatches, stacks, training=training)
+    evidence = Evidence(plan, program, moves, expected, arguments, microbatches, stacks or ())
+    rest: dict[str, int] = dict.fromkeys(STATE_KINDS, 0) if arguments else {}
     for argument in arguments:
         if argument.kind in rest:
             rest[argument.kind] += argument.local.num_bytes
@@ -214,11 +227,27 @@ def audit_compiled(
         peak=_peak(compiled, evidence.on_cpu),
         moves=tuple(moves),
         expected=expected,
-        ahead=ahead,
         timeline=None if hardware.gpu is None else simulate.simulate(program, hardware),
         findings=tuple(findings),
-        notes=tuple(_notes(evidence)),
+        notes=tuple(find_notes(evidence)),
+        predicted=predicted,
     )
+
+
+def _hardware(plan: Plan, target: str | Target | None) -> Target:
+    """The target of the plan's mesh, with the rates of the one given."""
+    own = target_of(plan.mesh)
+    if target is None:
+        return own
+    given = get_target(target)
+    shapes = [(x.gpu and x.gpu.name, x.hosts, x.gpus_per_host) for x in (own, given)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"target is {given.name!r}, but the plan's mesh is of {own.name!r}, for which the "
+            "program was compiled; a target changes rates only. Make the plan on "
+            f"zerojax.make_mesh(target={given.name!r})."
+        )
+    return given
 
 
 def _text(compiled: jax.stages.Compiled) -> str:
@@ -243,7 +272,7 @@ def _growth(moves: Sequence[Move], larger: Sequence[wire.Collective]) -> list[Fi
     """Traffic that grows with the rows, scalars aside."""
     before = sum(m.wire_bytes for m in moves)
     after = sum(c.wire_bytes * c.times for c in larger)
-    if after <= 1.01 * before:
+    if after <= 1.01 * before or not before:
         return []
     return [
         Finding(
@@ -252,18 +281,3 @@ def _growth(moves: Sequence[Move], larger: Sequence[wire.Collective]) -> list[Fi
             "Activations are on the wire: constrain them to the batch axis in each layer.",
         )
     ]
-
-
-def _notes(e: Evidence) -> list[str]:
-    notes = []
-    target = compile_only(e.plan.mesh)
-    if target:
-        notes.append(f"compiled for {target}, which is not here; nothing ran")
-    if e.kept:
-        notes.append("regather=False: whole layers are kept from the forward to the backward")
-    if e.on_cpu and isinstance(e.plan.partitioner, Auto) and e.plan.stage.splits_opt_state:
-        notes.append(
-            "XLA's CPU backend forms no reduce-scatter: sharding constraints become an all-reduce "
-            "and a slice here, twice the bytes; compiled for GPUs they do not"
-        )
-    return notes + [f"not read: {text}" for text in e.program.unread]

@@ -93,6 +93,19 @@ def _custom_call(x: Instruction, taken: list[Array], num_bytes: float) -> Work:
         out = max(x.arrays, key=lambda a: a.size)
         contracted = math.prod(taken[0].shape[d] for d in axes)
         return Work(2.0 * out.size * contracted * _dtype_factor(taken[0]), 0.0, num_bytes)
+    if "cudnn$conv" in name and len(taken) > 1:
+        window = re.search(r"window=\{size=([\dx]+)", x.attributes)
+        labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", x.attributes)
+        if window and labels:
+            # Of the forward: the output, the window and the input's features; the backward's two
+            # multiply as often.
+            out = max(x.arrays, key=lambda a: a.size)
+            arrays = {"Forward": (taken[0], out), "BackwardInput": (out, taken[0])}
+            kind = "BackwardInput" if "BackwardInput" in name else "Forward"
+            source, result = arrays[kind] if "BackwardFilter" not in name else (taken[0], taken[1])
+            features = source.shape[labels[1].index("f")]
+            size = math.prod(int(n) for n in window[1].split("x"))
+            return Work(2.0 * result.size * size * features * _dtype_factor(source), 0.0, num_bytes)
     if "fmha" in name:
         scores = re.search(
             r'"intermediate_tensor_shape".*?"dimensions":\s*\[([^\]]*)\]', x.attributes

@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import collections
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from zerojax.arguments import Argument
+from zerojax.arguments import STATE_KINDS, Argument
 from zerojax.collectives import Auto
-from zerojax.hlo import Array, Program
+from zerojax.hlo import Array, Instruction, Program
 from zerojax.leaves import Leaf
-from zerojax.moves import Move, by_part, gather_passes
+from zerojax.ledger import Stack
+from zerojax.moves import Expected, Move, by_part, gather_passes
 from zerojax.plan import Plan
 from zerojax.table import format_bytes
 
@@ -38,16 +40,15 @@ class Evidence(NamedTuple):
     plan: Plan
     program: Program
     moves: Sequence[Move]
-    expected: dict[str, float]
+    expected: Expected
     arguments: Sequence[Argument]
     microbatches: int
-    kept: bool  # regather=False was asked for
-    ahead: float  # bytes on the wire for layers gathered beyond the end of their stack
+    stacks: Sequence[Stack] = ()  # what the layer engine ran, if it did
 
     @property
     def worth_telling(self) -> float:
         """Bytes on the wire below which nothing is reported: a hundredth of what theory expects."""
-        return 0.01 * sum(self.expected.values())
+        return 0.01 * self.expected.total
 
     @property
     def on_cpu(self) -> bool:
@@ -86,19 +87,20 @@ def gathers_hoisted(e: Evidence) -> Iterator[Finding]:
             f"all layers of {_paths(moves)} are gathered at once, "
             f"{format_bytes(held * width)} whole on each device",
             "Run the stack through zerojax.scan_layers, with its weights as the loss function "
-            "received them; each layer is then gathered where it is used.",
+            "received them and nowhere else (a penalty goes into the optimizer or the block); each "
+            "layer is then gathered where it is used.",
         )
 
 
 def weights_kept(e: Evidence) -> Iterator[Finding]:
     """At stage 3, whole layers that live from the forward to the backward."""
     stacks = _whole_stacks(e)
-    if not stacks:
+    paths = {leaf.path for leaf, _ in stacks}
+    passes = gather_passes(e.plan, e.moves, paths) / e.microbatches
+    if not passes:
         return
     size = sum(array.num_bytes for _, array in stacks)
-    where = ", ".join(sorted({leaf.path for leaf, _ in stacks}))
-    held = f"{format_bytes(size)} of whole layers are held at once: {where}"
-    passes = gather_passes(e.plan, e.moves) / e.microbatches
+    held = f"{format_bytes(size)} of whole layers are held at once: {', '.join(sorted(paths))}"
     if passes >= 1.75:
         yield Finding(
             "stack-regathered",
@@ -106,7 +108,7 @@ def weights_kept(e: Evidence) -> Iterator[Finding]:
             "Take jax.checkpoint with its policy from around the layer scan; use "
             "zerojax.scan_layers(remat=...), or a checkpoint inside the block.",
         )
-    elif passes and not e.kept:
+    else:
         yield Finding(
             "weights-kept",
             f"{held} from the forward to the backward; each is gathered once, not twice",
@@ -139,8 +141,9 @@ def all_reduce_for_scatter(e: Evidence) -> Iterator[Finding]:
 
 def extra_traffic(e: Evidence) -> Iterator[Finding]:
     """More on the wire than the stage needs, layers gathered ahead of the last one aside."""
-    expected = sum(e.expected.values())
-    moved = sum(m.wire_bytes for m in e.moves if m.part != "scalars") - e.ahead
+    expected = e.expected.total
+    asked_for = sum(m.wire_bytes for m in e.moves if m.part not in ("scalars", "update"))
+    moved = asked_for - e.expected.ahead
     if expected and moved > 1.05 * expected:
         parts = ", ".join(f"{part} {format_bytes(n)}" for part, n in by_part(e.moves).items())
         yield Finding(
@@ -151,24 +154,26 @@ def extra_traffic(e: Evidence) -> Iterator[Finding]:
 
 
 def leaf_left_whole(e: Evidence) -> Iterator[Finding]:
-    """State that the stage splits, and that lies whole on every device."""
-    split = {"params": e.plan.stage.splits_params}
-    split |= dict.fromkeys(("master", "opt_state"), e.plan.stage.splits_opt_state)
-    total = sum(a.whole.num_bytes for a in e.arguments if a.kind in split)
-    whole = [
-        a
-        for a in e.arguments
-        if split.get(a.kind) and a.local == a.whole and a.whole.num_bytes > 0.01 * total
-    ]
-    if whole and e.plan.num_devices > 1:
-        named = ", ".join(f"{a.path} {list(a.whole.shape)}" for a in whole[:3])
-        size = format_bytes(sum(a.whole.num_bytes for a in whole))
-        yield Finding(
-            "leaf-left-whole",
-            f"{len(whole)} leaves, {size} on each device: {named}",
-            "Pad a dimension to a multiple of the devices, or give the leaf a NamedSharding that "
-            "splits one.",
-        )
+    """More state on each device than the plan puts there."""
+    leaves = {k: getattr(e.plan, k) for k in STATE_KINDS}
+    planned = sum(e.plan.bytes_per_device(leaf) for kind in leaves.values() for leaf in kind)
+    state = [a for a in e.arguments if a.kind in STATE_KINDS]
+    found = sum(a.local.num_bytes for a in state)
+    if not state or found <= 1.02 * planned:
+        return
+    accepted = {
+        leaf.array.shape for kind in leaves.values() for leaf in kind if leaf.split.dim is None
+    }
+    whole = [a for a in state if a.local == a.whole and a.whole.shape not in accepted]
+    whole.sort(key=lambda a: -a.whole.num_bytes)
+    named = ", ".join(f"{a.path} {list(a.whole.shape)}" for a in whole[:3])
+    yield Finding(
+        "leaf-left-whole",
+        f"{format_bytes(found)} of state on each device, where the plan has "
+        f"{format_bytes(planned)}; whole on each: {len(whole)} leaves, {named}",
+        "Give those leaves the shardings of plan.state_shardings, or pad a dimension to a multiple "
+        "of the devices; zerojax.init_state makes them where they belong.",
+    )
 
 
 def donation_lost(e: Evidence) -> Iterator[Finding]:
@@ -208,23 +213,51 @@ def _leaf(plan: Plan, path: str) -> Leaf:
 
 
 def _whole_stacks(e: Evidence) -> list[tuple[Leaf, Array]]:
-    """Stacks of whole layers that loops carry, though the parameters rest as shards."""
+    """Stacks of whole layers that loops carry, though the parameters rest as shards.
+
+    An array of a stack's shape counts if the loop takes or puts layers of it; stacks that are kept
+    on purpose, and shapes in which anything rests, do not.
+    """
     if not e.plan.stage.splits_params or e.plan.num_devices == 1:
         return []
-    at_rest = {a.whole.shape for a in e.arguments if a.kind == "params" and a.local == a.whole}
+    kept = {path for stack in e.stacks if not stack.regathers for path in stack.paths}
+    resting = {a.local.shape for a in e.arguments}
+    split = [x for x in e.plan.params if x.stacked and x.split.dim is not None]
     shapes = {
         leaf.array.shape: leaf
-        for leaf in e.plan.params
-        if leaf.stacked and leaf.split.dim is not None and leaf.array.shape[0] > 1
-        if leaf.array.shape not in at_rest
+        for leaf in split
+        if leaf.array.shape[0] > 1 and leaf.path not in kept and leaf.array.shape not in resting
     }
-    loops = [v.instruction for v in e.program.walk() if v.instruction.opcode == "while"]
     found = {}
-    for loop in loops:
-        for array in loop.arrays:
+    for visit in e.program.walk():
+        loop = visit.instruction
+        if loop.opcode != "while":
+            continue
+        for index, array in enumerate(loop.arrays):
             for leaf in [shapes[s] for s in _orders(array.shape) if s in shapes]:
-                found[leaf.path] = leaf, array
-    return list(found.values())
+                if _takes_layers(e.program, loop, index):
+                    found[leaf.path] = leaf, array
+    held = sum(array.num_bytes for _, array in found.values())
+    whole = sum(leaf.array.size for leaf in split) * jnp.dtype(e.plan.precision.compute).itemsize
+    return list(found.values()) if held > 0.1 * whole else []
+
+
+def _takes_layers(program: Program, loop: Instruction, index: int) -> bool:
+    """Whether the body of a loop slices the array at `index` of what it carries, or updates it."""
+    body = program.computations[loop.called["body"][0]]
+    reads = [
+        x.name
+        for x in body.instructions.values()
+        if x.opcode == "get-tuple-element" and re.match(rf"index={index}\b", x.attributes)
+    ]
+    for name in reads:
+        for user in body.users.get(name, ()):
+            inner = [user]
+            if user.opcode.startswith("fusion"):
+                inner = program.computations[user.called["calls"][0]].instructions.values()
+            if any("dynamic-" in x.opcode for x in inner):
+                return True
+    return False
 
 
 def _orders(shape: tuple[int, ...]) -> list[tuple[int, ...]]:

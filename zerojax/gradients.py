@@ -67,7 +67,8 @@ def make_gradients(
             place.scatter(cast(grad, plan.precision.reduce), spec) if leave is None else grad
             for grad, spec, leave in zip(grads, specs, leaves, strict=True)
         ]
-        return sums.map(place.all_reduce), done
+        with jax.named_scope("sums"):  # the audit tells them from weights by this name
+            return sums.map(place.all_reduce), done
 
     run = place.per_device(on_device, rest_specs(plan), (P(), specs))
     trained = [leaf.trained for leaf in plan.params]

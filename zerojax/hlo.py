@@ -18,7 +18,10 @@ _BITS = {"pred": 8, "token": 0, "opaque": 0, "tuple": 0}  # else the digits in t
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
-_CALLED = re.compile(r"\b(body|condition|calls|to_apply|branch_computations|called_computations)=")
+_CALLED = re.compile(
+    r"\b(body|condition|calls|to_apply|branch_computations|called_computations"
+    r"|true_computation|false_computation)="
+)
 _NAMES = re.compile(r"%([\w.\-]+)")
 
 

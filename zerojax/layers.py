@@ -234,8 +234,7 @@ class _Stack(NamedTuple):
         In the last `prefetch` turns none is ahead, and the last layer is gathered again.
         """
         ahead = jnp.clip(index + direction * self.prefetch, 0, self.num_layers - 1)
-        with jax.named_scope("layer" if self.regather else "keep_gathered"):  # for the audit
-            queue = (*queue, self.layer.gather(self._take(arrays, ahead)))
+        queue = (*queue, self.layer.gather(self._take(arrays, ahead)))
         return queue[0], queue[1:]
 
 

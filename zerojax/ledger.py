@@ -29,6 +29,8 @@ class Stack(NamedTuple):
       num_weights, num_grads: how many arrays a layer has, and how many of them are trained.
       layer_bytes: one layer's weights, whole, in the compute dtype.
       layer_grad_bytes: the gradients of those that are trained, whole, in the dtype of the wire.
+      paths: of its weights, in the parameters.
+      regathers: layers are gathered once more for the backward.
     """
 
     num_layers: int
@@ -39,6 +41,8 @@ class Stack(NamedTuple):
     num_grads: int
     layer_bytes: int
     layer_grad_bytes: int
+    paths: tuple[str, ...] = ()
+    regathers: bool = True
 
 
 class Marked(NamedTuple):
@@ -113,6 +117,8 @@ def watch(engine: Any) -> Any:
             num_grads=len(trained),
             layer_bytes=whole_bytes(entries, precision.compute),
             layer_grad_bytes=whole_bytes(trained, precision.reduce),
+            paths=tuple(entry.path for entry in entries),
+            regathers=getattr(engine, "regather", True),
         )
     )
     return Marked(engine, len(stacks) - 1)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,11 +15,12 @@ import numpy as np
 
 from zerojax.collectives import Auto
 from zerojax.leaves import Leaf
+from zerojax.ledger import Stack
 from zerojax.plan import Plan
 from zerojax.wire import Collective
 
 SCALARS = 64  # elements: what is smaller and no parameter counts as a number, not as an array
-PARTS = ("layers", "root", "optimizer", "scalars", "activations", "other")
+PARTS = ("layers", "root", "optimizer", "update", "scalars", "activations", "other")
 
 
 class Move(NamedTuple):
@@ -28,7 +29,8 @@ class Move(NamedTuple):
     Attributes:
       part: "layers" (one layer's weights or gradients), "root" (leaves outside the stacks, where
         the step enters and leaves), "optimizer" (new parameters, gathered after the update),
-        "scalars", "activations" (an array of the batch's sizes), or "other".
+        "update" (what the optimizer itself exchanges), "scalars" (the loss, norms and aux),
+        "activations" (an array of the batch's sizes), or "other".
       what: the path of the parameter, or the shape of what is none.
       whole_stack: it holds all layers of a stack at once.
       collective: what moves it, perhaps with others.
@@ -78,7 +80,10 @@ def find_moves(plan: Plan, collectives: Iterable[Collective], sizes: Sizes) -> l
         total = sum(array.num_bytes for array in collective.arrays) or 1
         for array in collective.arrays:
             factor = len(collective.group) if collective.kind == "all-gather" else 1
-            part, what, whole_stack = _recognise(plan, array.shape, factor, sizes)
+            in_loop = bool(collective.loops)
+            part, what, whole_stack = _recognise(array.shape, factor, sizes, in_loop)
+            if "/sums/" in collective.op_name or "/update/" in collective.op_name:
+                part = "scalars" if "/sums/" in collective.op_name else "update"
             if (
                 part in PARTS[:2]
                 and collective.kind == "all-gather"
@@ -90,69 +95,93 @@ def find_moves(plan: Plan, collectives: Iterable[Collective], sizes: Sizes) -> l
     return moves
 
 
-def expected_bytes(plan: Plan, microbatches: int, *, kept: bool = False) -> dict[str, float]:
-    """Bytes that each device sends per step in theory, by the part they belong to.
+class Expected(NamedTuple):
+    """Bytes that each device sends per step in theory.
 
-    arXiv 1910.02054, section 7, in the dtypes of the plan: a gather or a scatter of a leaf moves
-    (N - 1) / N of it, an all-reduce twice that. With m microbatches stages 0 and 1 reduce once,
-    stage 2 scatters m times and gathers the new parameters once, stage 3 gathers a layer 2 m times
-    and scatters it m times. Leaves outside the stacks are gathered once per step; a leaf that
-    cannot be split is all-reduced once.
+    Attributes:
+      parts: by part: "layers", "root" and "optimizer".
+      ahead: on top of them, for layers that a queue of `prefetch` gathers beyond the end of its
+        stack, and drops.
+    """
+
+    parts: dict[str, float]
+    ahead: float
+
+    @property
+    def total(self) -> float:
+        """Without what is gathered ahead."""
+        return sum(self.parts.values())
+
+
+def expected_bytes(
+    plan: Plan,
+    microbatches: int,
+    stacks: Sequence[Stack] | None = None,
+    *,
+    training: bool = True,
+) -> Expected:
+    """What theory expects on the wire, in the dtypes of the plan.
+
+    arXiv 1910.02054, section 7: a gather or a scatter of a leaf moves (N - 1) / N of it, an
+    all-reduce twice that. With m microbatches stages 0 and 1 reduce once, stage 2 scatters m times
+    and gathers the new parameters once, stage 3 gathers a layer 2 m times and scatters it m times,
+    as often as it is used. Leaves outside the layers are gathered once per step; one that cannot be
+    split is all-reduced once.
 
     Args:
       plan: from `make_plan`.
       microbatches: m.
-      kept: gathered layers are kept for the backward (`regather=False`): m gathers.
+      stacks: what the layer engine ran, from `predict_peak`; None takes every leaf under
+        `make_plan(layers=...)` as used once, and gathered again for the backward.
+      training: False is a step without gradients and optimizer.
     """
     # On CPU "auto" has no reduce-scatter, but an all-reduce and a slice.
     scatter = 2 if _on_cpu(plan) and isinstance(plan.partitioner, Auto) else 1
-    found: dict[str, float] = dict.fromkeys(PARTS[:3], 0.0)
+    parts: dict[str, float] = dict.fromkeys(PARTS[:3], 0.0)
+    ahead = 0.0
     for leaf in plan.params:
-        part = "layers" if leaf.stacked else "root"
+        uses = _uses(leaf, stacks)
+        part = "layers" if leaf.stacked or uses else "root"
         gather = _sent(plan, leaf, plan.precision.compute)
-        reduce = _sent(plan, leaf, plan.precision.reduce) if leaf.trained else 0.0
+        reduce = _sent(plan, leaf, plan.precision.reduce) if leaf.trained and training else 0.0
+        early = max(len(uses), 1)  # as often a gradient leaves the backward
         if leaf.split.dim is None or plan.stage.number == 0:
-            found[part] += 2 * reduce
+            at_once = plan.stage.number == 0 and microbatches == 1
+            parts[part] += 2 * reduce * (early if at_once else 1)
             continue
-        found[part] += reduce * scatter * (microbatches if plan.stage.splits_grads else 1)
+        parts[part] += reduce * scatter * (early * microbatches if plan.stage.splits_grads else 1)
         if plan.stage.splits_params:
-            passes = (1 if kept else 2) * microbatches
-            found[part] += gather * (passes if leaf.stacked else 1)
-        elif leaf.trained:
-            found["optimizer"] += _sent(plan, leaf, plan.precision.params)
-    return found
+            parts[part] += 0.0 if uses else gather
+            for use in uses:
+                passes = microbatches * (2 if use.regathers and training else 1)
+                parts[part] += gather * passes
+                ahead += gather * passes * use.prefetch / use.num_layers
+        elif leaf.trained and training:
+            parts["optimizer"] += _sent(plan, leaf, plan.precision.params)
+    return Expected(parts, ahead)
 
 
-def gather_passes(plan: Plan, moves: Iterable[Move]) -> float:
-    """How often in a step each layer of the stacks is gathered, on average over bytes."""
+def _uses(leaf: Leaf, stacks: Sequence[Stack] | None) -> list[Stack]:
+    """The runs of the engine that use a leaf."""
+    if stacks is None:
+        num_layers = leaf.array.shape[0] if leaf.stacked else 1
+        return [Stack(num_layers, 0, True, True, 1, 1, 0, 0)] if leaf.stacked else []
+    return [stack for stack in stacks if leaf.path in stack.paths]
+
+
+def gather_passes(plan: Plan, moves: Iterable[Move], paths: Container[str]) -> float:
+    """How often in a step each layer of these stacks is gathered, on average over bytes."""
     one = sum(
         _sent(plan, leaf, plan.precision.compute)
         for leaf in plan.params
-        if leaf.stacked and leaf.split.dim is not None
+        if leaf.path in paths and leaf.split.dim is not None
     )
     moved = sum(
         move.wire_bytes
         for move in moves
-        if move.collective.kind == "all-gather" and move.part == "layers" and not move.whole_stack
+        if move.collective.kind == "all-gather" and move.what in paths and not move.whole_stack
     )
     return moved / one if one else 0.0
-
-
-def gathered_ahead(plan: Plan, moves: Iterable[Move], microbatches: int, kept: bool) -> float:
-    """Bytes on the wire for layers that queues gathered beyond the end of their stack.
-
-    A queue of `prefetch` layers gathers as many too many in each pass; up to two a pass count.
-    """
-    moves = list(moves)
-    passes, wanted = gather_passes(plan, moves), (1 if kept else 2) * microbatches
-    if not plan.stage.splits_params or passes <= wanted:
-        return 0.0
-    fewest = min(leaf.array.shape[0] for leaf in plan.params if leaf.stacked)
-    extra = min(passes - wanted, 2 * wanted / fewest)
-    layers = (
-        m.wire_bytes for m in moves if m.collective.kind == "all-gather" and m.part == "layers"
-    )
-    return sum(layers) * extra / passes
 
 
 def _sent(plan: Plan, leaf: Leaf, dtype: Any) -> float:
@@ -170,7 +199,7 @@ def _on_cpu(plan: Plan) -> bool:
 
 
 def _recognise(
-    plan: Plan, shape: tuple[int, ...], factor: int, sizes: Sizes
+    shape: tuple[int, ...], factor: int, sizes: Sizes, in_loop: bool
 ) -> tuple[str, str, bool]:
     """(part, what, whole stack) of an array of which each device puts in `shape`."""
     count = math.prod(shape) * factor
@@ -179,6 +208,8 @@ def _recognise(
     # In the same order, or else transposed, or else reshaped.
     exact = [entry for entry in known if entry[2] in map(_no_ones, wholes)]
     exact = exact or [x for x in known if sorted(x[2]) in (sorted(_no_ones(w)) for w in wholes)]
+    # Of several, in a loop one layer before a whole stack, and elsewhere no layer before one.
+    exact.sort(key=lambda entry: (entry[1], not entry[0].stacked) if in_loop else entry[0].stacked)
     of_batch = sizes.batch_dims & set(shape)
     for leaf, whole_stack, dims in exact or ([] if of_batch else known):
         if exact or not (of_batch - set(dims)):

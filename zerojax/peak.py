@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -58,10 +59,12 @@ class Peak(NamedTuple):
     Attributes:
       moment: what runs then.
       rows: bytes of each kind of `WHAT` that is there.
+      stacks: what the layer engine ran.
     """
 
     moment: str
     rows: dict[str, int]
+    stacks: tuple[Stack, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -123,7 +126,10 @@ def predict_peak(loss_fn: LossFn, plan: Plan, batch: Any, *, microbatches: int =
         more = sum(sizes) // plan.num_devices + largest
         moments.append(("the optimizer", {"gradients": sums, "outside": more}))
     moment, parts = max(moments, key=lambda item: sum(item[1].values()))
-    return Peak(moment, {kind: {**rest, **parts}.get(kind, 0) for kind in WHAT})
+    # With microbatches the loss function is traced once more for shapes, outside this trace.
+    used = {int(number) for number in re.findall(rf"{ledger.NAME}(\d+)_forward", str(jaxpr))}
+    ran = tuple(stack for number, stack in enumerate(stacks) if number in used)
+    return Peak(moment, {kind: {**rest, **parts}.get(kind, 0) for kind in WHAT}, ran)
 
 
 def _moments(

@@ -53,6 +53,8 @@ def compare(receipts: Sequence[Any], names: Sequence[str] | None = None) -> str:
       stage 0, manual   786 kB  1.31 MB  459 kB      1.00
       stage 3, manual  98.3 kB   395 kB  459 kB      1.00
     """
+    if names is not None and len(names) != len(receipts):
+        raise ValueError(f"compare: {len(receipts)} receipts, {len(names)} names; give one each.")
     rows = []
     for i, receipt in enumerate(receipts):
         line = receipt.timeline
@@ -86,8 +88,8 @@ def as_dict(receipt: Any) -> dict[str, Any]:
         "peak": receipt.peak._asdict(),
         "predicted_peak": receipt.predicted and receipt.predicted.rows,
         "wire_bytes": receipt.wire_bytes,
-        "expected_bytes": receipt.expected,
-        "ahead_bytes": receipt.ahead,
+        "expected_bytes": receipt.expected.parts,
+        "ahead_bytes": receipt.expected.ahead,
         "ratio": receipt.ratio,
         "moves": [
             {
@@ -117,8 +119,11 @@ def draw(receipts: Sequence[Any], path: str | os.PathLike[str]) -> None:
       path: of the picture; its suffix says the format, such as `.png`.
 
     Raises:
+      ValueError: there are no receipts.
       ImportError: matplotlib is not installed (`pip install matplotlib`).
     """
+    if not receipts:
+        raise ValueError("draw: no receipts; pass at least one Audit.")
     from matplotlib.figure import Figure  # an extra: only pictures need it
 
     line = receipts[-1].timeline
@@ -195,15 +200,16 @@ def _moved(receipt: Any) -> str:
         return "3. collectives: none"
     parts = [
         f"{part} {format_bytes(moved.get(part, 0))} of {format_bytes(size)}"
-        for part, size in expected.items()
+        for part, size in expected.parts.items()
         if size or moved.get(part)
     ]
-    ahead = f", and {format_bytes(receipt.ahead)} gathered ahead and dropped"
-    total = (
-        f"moved {format_bytes(receipt.wire_bytes)}, theory {format_bytes(sum(expected.values()))}"
-    )
-    total += (ahead if receipt.ahead else "") + f": ratio {receipt.ratio:.3f}"
-    return f"{table}\n{total}\n  moved of theory by part: {'; '.join(parts)}"
+    total = f"moved {format_bytes(receipt.wire_bytes)}, theory {format_bytes(expected.total)}"
+    if expected.ahead:
+        total += f", and {format_bytes(expected.ahead)} gathered ahead and dropped"
+    total += f": ratio {receipt.ratio:.3f}"
+    if parts:
+        total += "\n" + _wrap(f"moved of theory by part: {'; '.join(parts)}", "  ")
+    return f"{table}\n{total}"
 
 
 def _time(receipt: Any) -> str:

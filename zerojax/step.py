@@ -134,7 +134,8 @@ def make_eval_step(loss_fn: LossFn, plan: Plan) -> Step:
         key = jax.random.fold_in(key, device_index(DATA))
         entries = make_entries(plan, params)
         sums = enter(plan, entries, gather_params(plan, entries), loss_fn, batch, key)
-        return sums.map(plan.partitioner.all_reduce)
+        with jax.named_scope("sums"):
+            return sums.map(plan.partitioner.all_reduce)
 
     def eval_step(state: TrainState, batch: PyTree) -> Metrics:
         check_rows(batch, plan.num_devices)
@@ -213,9 +214,9 @@ def _update(plan: Plan, state: TrainState, grads: PyTree, loss: jax.Array) -> Tr
     weights = select(state.params, trained) if state.master is None else state.master
     weights = place(weights)
     grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
-    updates, opt_state = plan.optimizer.update(
-        grads, state.opt_state, weights, **_extra_args(plan.optimizer, value=loss, grad=grads)
-    )
+    more = _extra_args(plan.optimizer, value=loss, grad=grads)
+    with jax.named_scope("update"):  # what the optimizer itself moves, for the audit
+        updates, opt_state = plan.optimizer.update(grads, state.opt_state, weights, **more)
     weights = place(optax.apply_updates(weights, updates))
     rounded = place(jax.tree.map(lambda w: cast(w, plan.precision.params), weights))
     new = TrainState(

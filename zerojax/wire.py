@@ -76,11 +76,17 @@ def collectives(program: Program) -> tuple[Collective, ...]:
       >>> [(x.kind, x.times, x.whole_bytes, x.wire_bytes) for x in collectives(parse(text))]
       [('all-reduce', 1, 32, 56.0)]
     """
-    return tuple(
-        read(program, visit)
-        for visit in program.walk()
-        if visit.instruction.opcode.removesuffix("-start") in KINDS
-    )
+    found, reached = [], set()
+    for visit in program.walk():
+        reached.add(visit.computation.name)
+        if visit.instruction.opcode.removesuffix("-start") in KINDS:
+            found.append(read(program, visit))
+    for name, computation in program.computations.items():
+        for x in computation.instructions.values():
+            kind = x.opcode.removesuffix("-start")
+            if name not in reached and (kind in KINDS or kind in ("send", "recv")):
+                program.note(f"{x.name}: {x.opcode} in {name}, which was not reached")
+    return tuple(found)
 
 
 def read(program: Program, visit: Visit) -> Collective:
