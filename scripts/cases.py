@@ -112,10 +112,8 @@ class Row:
 
     @property
     def theory_bytes(self) -> float:
-        """What each GPU sends in a step, in theory, layers gathered ahead among it."""
-        case = self.case
-        expected = expected_bytes(case.plan, case.microbatches, self.peak.stacks)
-        return expected.total + expected.ahead
+        """What each GPU sends in a step, in theory; what is gathered ahead comes on top."""
+        return expected_bytes(self.case.plan, self.case.microbatches, self.peak.stacks).total
 
     def fits(self, usable_bytes: float) -> bool:
         """Whether it fits: by the program's allocation if compiled, else by the formula."""
@@ -157,7 +155,7 @@ def compile_row(row: Row, target: Target) -> Compiled:
         case.batch,
         microbatches=case.microbatches,
         target=target,
-        predicted=row.peak,
+        stacks=row.peak.stacks,
     )
     peak, timeline = receipt.peak, receipt.timeline
     assert timeline is not None

@@ -112,7 +112,7 @@ def test_the_library_can_be_read_in_an_afternoon():
     """What trains, and what reads what it compiled to, each by itself."""
     sizes = {path.stem: len(path.read_text().splitlines()) for path in FILES}
     receipt = sum(size for name, size in sizes.items() if name in RECEIPT)
-    assert receipt < 3300
+    assert receipt < 3400
     assert sum(sizes.values()) - receipt < 3000
 
 

@@ -256,3 +256,165 @@ def test_time_rates_and_xlas_own_estimate(tmp_path):
 def test_statistics_need_a_scheduler():
     with pytest.raises(ValueError, match="compile for GPUs"):
         audit(make_step({}, 3), xla_statistics=True)
+
+
+WIDE = 256
+
+
+def stack(num_layers, hidden=WIDE):
+    return {
+        "up": jnp.zeros((num_layers, WIDTH, hidden)),
+        "down": jnp.zeros((num_layers, hidden, WIDTH)),
+    }
+
+
+def mlp(params, x):
+    return x + jnp.tanh(x @ params["up"]) @ params["down"]
+
+
+def audit_model(
+    init, model, stage=3, layers=(), microbatches=1, optimizer=None, frozen=(), rows=32
+):
+    plan = zj.make_plan(
+        init,
+        optimizer or optax.adam(1e-3),
+        zj.make_mesh(),
+        stage=stage,
+        layers=layers,
+        frozen=frozen,
+    )
+
+    def loss_fn(params, batch, key):
+        y = model(params, batch)
+        return jnp.sum(y**2), y.size
+
+    step = zj.make_train_step(loss_fn, plan, microbatches=microbatches)
+    return zj.audit(step, plan.abstract_state, jax.ShapeDtypeStruct((rows, 12, WIDTH), jnp.float32))
+
+
+def one_layer(key):
+    return {"a": jax.tree.map(lambda x: x[0], stack(1)), "head": jnp.zeros((WIDTH, 16))}
+
+
+def once(params, x):
+    return zj.apply_layer(mlp, params["a"], x) @ params["head"]
+
+
+def twice(params, x):
+    x = zj.apply_layer(mlp, params["a"], x)
+    return zj.apply_layer(mlp, params["a"], x) @ params["head"]
+
+
+def encoder_decoder(params, x):
+    x = zj.scan_layers(mlp, params["enc"], x, regather=False)
+    return zj.scan_layers(mlp, params["dec"], x, prefetch=3)
+
+
+def adapted(params, x):
+    def block(params, x):
+        weight = params["base"] + params["lora"]["a"] @ params["lora"]["b"]
+        return x + jnp.tanh(x @ weight)[..., :WIDTH]
+
+    return zj.scan_layers(block, params, x)
+
+
+def lora(key):
+    adapters = {"a": jnp.zeros((4, WIDTH, 8)), "b": jnp.zeros((4, 8, WIDE))}
+    return {"base": jnp.zeros((4, WIDTH, WIDE)), "lora": adapters}
+
+
+def encoder_and_decoder(key):
+    return {"enc": stack(4, 64), "dec": stack(12)}
+
+
+HONEST = {  # correct steps that looked wrong to an earlier audit
+    "a layer of its own": lambda: audit_model(one_layer, once),
+    "a layer used twice, stage 2": lambda: audit_model(one_layer, twice, 2, microbatches=2),
+    "a layer used twice, stage 0": lambda: audit_model(one_layer, twice, 0),
+    "one stack kept, one gathered far ahead": lambda: audit_model(
+        encoder_and_decoder, encoder_decoder, layers=("enc", "dec")
+    ),
+    "a frozen base whose shard has the shape of an adapter": lambda: audit_model(
+        lora, adapted, layers=("base", "lora"), frozen=("base",)
+    ),
+    "activations of the shape of a stack": lambda: audit_model(
+        lambda key: {"w": jnp.zeros((4, 12, WIDTH))},
+        lambda params, x: zj.scan_layers(lambda p, x: x + p["w"] * x, params, x),
+        layers=("w",),
+    ),
+    "an optimizer that mixes rows": lambda: audit_model(
+        lambda key: {"b": stack(12)},
+        lambda params, x: zj.scan_layers(mlp, params["b"], x),
+        1,
+        layers=("b",),
+        optimizer=optax.adafactor(1e-3, min_dim_size_to_factor=16),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_no_false_alarm(name):
+    found = HONEST[name]().check()
+    assert found.ratio == pytest.approx(1, abs=0.01)
+
+
+def test_a_stack_in_a_plain_scan_is_found_and_without_layers_it_is_a_note():
+    def model(params, x):
+        return jax.lax.scan(lambda x, p: (mlp(p, x), None), x, params["b"])[0]
+
+    def init(key):
+        return {"b": stack(12)}
+
+    found = audit_model(init, model, layers=("b",))
+    assert [finding.name for finding in found.findings] == ["gather-hoisted"]
+    (note,) = audit_model(init, model).notes
+    assert "gathered where the step enters" in note
+
+
+def test_many_small_leaves_left_whole_are_found_together():
+    """Each is less than a hundredth of the state."""
+    mesh = zj.make_mesh()
+
+    def init(key):
+        return {f"l{i:02d}": jnp.zeros((64, 64)) for i in range(48)}
+
+    plan = zj.make_plan(init, optax.adam(1e-3), mesh, stage=3)
+    whole = jax.NamedSharding(mesh, jax.P())
+
+    def step(params, opt_state, x):
+        grads = jax.grad(lambda p: jnp.sum(sum(x @ w for w in p.values()) ** 2))(params)
+        updates, opt_state = plan.optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = jax.eval_shape(init, jax.random.key(0))
+    shapes = params, jax.eval_shape(plan.optimizer.init, params)
+    rows = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    places = (whole, whole, plan.batch_sharding)
+    jitted = jax.jit(step, in_shardings=places, out_shardings=whole, donate_argnums=(0, 1))
+    found = zj.audit_compiled(jitted.lower(*shapes, rows).compile(), plan, rows)
+    (finding,) = [f for f in found.findings if f.name == "leaf-left-whole"]
+    assert "144 leaves" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("call", "parts"),
+    [
+        (lambda found: zj.draw([], "x.png"), ["no receipts"]),
+        (lambda found: zj.compare([found, found], ["one"]), ["2 receipts, 1 names"]),
+        (
+            lambda found: audit(make_step({}, 3), target="h100:8"),
+            ["target is 'h100:8'", "'simulated:8'", "zerojax.make_mesh(target='h100:8')"],
+        ),
+    ],
+)
+def test_wrong_use(call, parts):
+    with pytest.raises(ValueError, match=r".") as error:
+        call(audit(make_step({}, 3)))
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_text_fits_100_columns(stage):
+    text = str(audit(make_step({}, stage, microbatches=2)))
+    assert max(map(len, text.splitlines())) <= 100

@@ -151,6 +151,8 @@ def compiled_case(model, stage, layers=8):
 def test_the_prediction_is_within_5_percent_of_the_compiled_program(model, stage):
     predicted, measured = compiled_case(model, stage)
     assert predicted.num_bytes == pytest.approx(measured, rel=0.05)
-    # The twin: a prediction that forgets a row is noticed.
-    forgotten = predicted.num_bytes - predicted.rows["working set"]
+    # The twin: a prediction that forgets the largest row of what does not rest is noticed.
+    resting = ("params", "master", "opt_state", "batch")
+    largest = max(size for kind, size in predicted.rows.items() if kind not in resting)
+    forgotten = predicted.num_bytes - largest
     assert forgotten != pytest.approx(measured, rel=0.05)

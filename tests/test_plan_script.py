@@ -105,7 +105,7 @@ def test_a_users_function_is_planned_and_compiled(fn, tmp_path, capsys):
     printed, said = capsys.readouterr()
     assert [row.case.stage for row in rows] == [0, 1, 2, 3]
     assert rows[3].case.rest_bytes == pytest.approx(4 * 64 * 64 * 14 / 8, rel=0.01)
-    assert rows[3].case.theory_bytes == 4 * 64 * 64 * 7 / 8 * 2 * 6
+    assert rows[3].theory_bytes == 4 * 64 * 64 * 7 / 8 * 2 * 6
     assert "own_model:make: 16,384 parameters, bf16_master, own optimizer" in printed
     assert "compiling 1 of at most 4: stage 0" in said
     assert printed.split("\n\n")[2].startswith("Take stage 0: it fits, and promised most: ")

@@ -14,6 +14,7 @@ from zerojax import hlo, simulate, wire
 from zerojax.arguments import STATE_KINDS, read_arguments, shapes
 from zerojax.devices import target_of
 from zerojax.findings import Evidence, Finding, find
+from zerojax.ledger import Stack, open_ledger
 from zerojax.memory import MemoryReport, memory_report
 from zerojax.moves import Expected, Move, expected_bytes, find_moves, sizes_of
 from zerojax.notes import find_notes
@@ -159,6 +160,11 @@ def audit(
     if step.donates:  # a training step
         slices = step.microbatches
         predicted = predict_peak(step.loss_fn, step.plan, shapes(batch), microbatches=slices)
+        stacks = predicted.stacks
+    else:
+        with open_ledger() as ran:
+            jax.eval_shape(lambda *args: step.fn(*args), abstract, shapes(batch))
+        stacks = tuple(ran)
     is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
     found = audit_compiled(
         compiled,
@@ -168,10 +174,10 @@ def audit(
         state=None if is_abstract else state,
         target=target,
         larger=larger,
-        predicted=predicted,
+        stacks=stacks,
         training=step.donates,
     )
-    return dataclasses.replace(found, xla_exposed=exposed)
+    return dataclasses.replace(found, xla_exposed=exposed, predicted=predicted)
 
 
 def audit_compiled(
@@ -183,7 +189,7 @@ def audit_compiled(
     state: TrainState | None = None,
     target: str | Target | None = None,
     larger: jax.stages.Compiled | None = None,
-    predicted: Peak | None = None,
+    stacks: Sequence[Stack] | None = None,
     training: bool = True,
 ) -> Audit:
     """Reads any compiled training step, held against a plan of what it should do.
@@ -197,8 +203,8 @@ def audit_compiled(
       state: a live state, to measure.
       target: as for `audit`.
       larger: the same function compiled for more rows; traffic that grows with them is a finding.
-      predicted: from `predict_peak`, for a step of the library's own: it says what the layer engine
-        was asked for, such as prefetch.
+      stacks: for a step of the library's own, what its layer engine ran, such as
+        `predict_peak(...).stacks`: how often each layer is used, and how far ahead gathered.
       training: False is a step without gradients and optimizer.
 
     Raises:
@@ -206,7 +212,6 @@ def audit_compiled(
     """
     program = hlo.parse(_text(compiled))
     hardware = _hardware(plan, target)
-    stacks = None if predicted is None else predicted.stacks
     arguments = read_arguments(compiled, program, batch)
     moves = find_moves(plan, wire.collectives(program), sizes_of(plan, batch, microbatches))
     expected = expected_bytes(plan, microbatches, stacks, training=training)
@@ -230,7 +235,6 @@ def audit_compiled(
         timeline=None if hardware.gpu is None else simulate.simulate(program, hardware),
         findings=tuple(findings),
         notes=tuple(find_notes(evidence)),
-        predicted=predicted,
     )
 
 

@@ -21,6 +21,13 @@ def find_notes(e: Evidence) -> list[str]:
     if update > e.worth_telling:
         notes.append(f"the optimizer itself sends {format_bytes(update)}: it mixes whole arrays")
     notes += _unstacked(e)
+    layers = sum(m.wire_bytes for m in e.moves if m.part == "layers") - e.expected.ahead
+    if e.plan.stage.splits_params and layers < 0.95 * e.expected.parts["layers"]:
+        share = layers / e.expected.parts["layers"]
+        notes.append(
+            f"layers move {share:.2f} of theory: some that were gathered stay whole, or need no "
+            "backward"
+        )
     if e.on_cpu and isinstance(e.plan.partitioner, Auto) and e.plan.stage.splits_opt_state:
         notes.append(
             "XLA's CPU backend forms no reduce-scatter: sharding constraints become an all-reduce "

@@ -165,7 +165,7 @@ class Step:
         loss_fn: LossFn,
     ):
         self.plan, self.loss_fn, self.microbatches = plan, loss_fn, microbatches
-        self.donates = donate
+        self.fn, self.donates = fn, donate
         # One step at a time on simulated devices: with many in flight on few cores, the devices of
         # one wait for threads that another holds, until XLA ends the process (seen on jax 0.11).
         self.simulated = plan.mesh.devices.flat[0].platform == "cpu"
