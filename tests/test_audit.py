@@ -355,6 +355,12 @@ HONEST = {  # correct steps that looked wrong to an earlier audit
 @pytest.mark.parametrize("name", HONEST)
 def test_no_false_alarm(name):
     found = HONEST[name]().check()
+    if jax.__version_info__ < (0, 12) and name == "a layer of its own":
+        assert (
+            found.ratio < 0.7
+        )  # XLA's CPU backend merges its two gathers there, and a note says so
+        assert any("stay whole" in note for note in found.notes)
+        return
     assert found.ratio == pytest.approx(1, abs=0.01)
 
 
