@@ -18,6 +18,7 @@ import tyro
 import zerojax as zj
 from models import transformer
 from scripts import train
+from scripts.cases import find_target
 from scripts.text import Bytes, TokenizerFile, check_batch
 
 
@@ -50,12 +51,7 @@ def audit(options: Options) -> zj.Audit:
     else:
         if options.devices is not None:
             raise ValueError("--devices: --target says how many; leave one of them out")
-        rates = {
-            name: getattr(options, name) * 1e9
-            for name in ("link_bandwidth", "network_bandwidth")
-            if getattr(options, name) is not None
-        }
-        target = zj.target(options.target, **rates)
+        target = find_target(options.target, options)
         mesh = zj.make_mesh(target=target)
         if target.gpu and options.precision != "fp32" and config.attention is None:
             config = dataclasses.replace(config, attention="cudnn")
@@ -92,8 +88,8 @@ def main(options: Options) -> zj.Audit:
 
 if __name__ == "__main__":
     try:
-        receipt = main(tyro.cli(Options, prog="python -m scripts.audit", description=__doc__))
-        sys.exit(1 if receipt.findings and "--check" in sys.argv else 0)
+        wanted = tyro.cli(Options, prog="python -m scripts.audit", description=__doc__)
+        sys.exit(1 if main(wanted).findings and wanted.check else 0)
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, OSError) as error:

@@ -137,6 +137,12 @@ class Row:
         }
 
 
+def find_target(name: str, options: Any) -> Target:
+    """The GPUs of that name, at the bandwidths that the options ask for, in GB/s."""
+    rates = {rate: getattr(options, rate) for rate in ("link_bandwidth", "network_bandwidth")}
+    return zj.target(name, **{rate: x * 1e9 for rate, x in rates.items() if x is not None})
+
+
 def predict(case: Case) -> Row:
     """The row of a case before it is compiled."""
     peak = predict_peak(case.loss_fn, case.plan, case.batch, microbatches=case.microbatches)
@@ -162,7 +168,7 @@ def compile_row(row: Row, target: Target) -> Compiled:
     could = timeline.seconds * target.gpu.matmul_flops
     return Compiled(
         peak_bytes=peak.total,
-        allocated_bytes=peak.arguments + peak.outputs - peak.aliased + peak.temporary,
+        allocated_bytes=peak.allocated,
         wire_bytes=receipt.wire_bytes,
         exposed_seconds=timeline.exposed,
         seconds=timeline.seconds,

@@ -182,7 +182,7 @@ def measure(job: Job, figures: Figures, name: str) -> None:
     judge_receipt(job, figures, name, found)
     peak = found.peak
     figures["compiled_peak_bytes"] = peak.total
-    figures["compiled_bytes"] = peak.arguments + peak.outputs - peak.aliased + peak.temporary
+    figures["compiled_bytes"] = peak.allocated
     if found.timeline:
         figures["predicted_seconds"] = found.timeline.seconds
     figures["compiling_peak_bytes"] = peak_bytes()

@@ -36,6 +36,7 @@ from scripts.cases import (
     by_promise,
     compile_row,
     describe,
+    find_target,
     global_batch,
     num_params,
     predict,
@@ -89,16 +90,6 @@ class Options:
     """Write all figures there too."""
     paper: bool = False
     """Print Table I of the ZeRO paper instead, by formula and from compiled programs."""
-
-
-def find_target(options: Options) -> Target:
-    """The GPUs, at the bandwidths asked for."""
-    rates = {name: getattr(options, name) for name in ("link_bandwidth", "network_bandwidth")}
-    given = {name: rate * 1e9 for name, rate in rates.items() if rate is not None}
-    target = zj.target(options.gpus, **given)
-    if target.gpu is None:
-        raise ValueError(f"--gpus: {options.gpus!r} has no GPU to plan for; give one as in h100:8")
-    return target
 
 
 def model_cases(options: Options, target: Target) -> Iterator[Case]:
@@ -214,8 +205,9 @@ def main(options: Options) -> list[Row]:
         paper.main(announce)
         return []
     check_options(options)
-    target = find_target(options)
-    assert target.gpu is not None
+    target = find_target(options.gpus, options)
+    if target.gpu is None:
+        raise ValueError(f"--gpus: {options.gpus!r} has no GPU to plan for; give one as in h100:8")
     rows = make_rows(options, target)
     gpu, usable = target.gpu, usable_bytes(target)
     batch = ", ".join(str(list(x.shape)) for x in jax.tree.leaves(rows[0].case.batch))

@@ -9,11 +9,13 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import zerojax as zj
 from tests import aot, bad
+from zerojax.audit import hardware_of
 from zerojax.stage import STAGES
 
 MESHES = [
@@ -424,3 +426,18 @@ def test_wrong_use(call, parts):
 def test_the_text_fits_100_columns(stage):
     text = str(audit(make_step({}, stage, microbatches=2)))
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_rates_may_be_given_for_a_real_gpu_of_an_unknown_kind():
+    class Device:
+        platform, device_kind, process_index, client = "gpu", "NVIDIA Z900", 0, None
+
+    class Mesh:
+        devices = np.array([Device()], dtype=object)
+
+    class Plan:
+        mesh = Mesh()
+
+    assert hardware_of(Plan(), "h100:1") == zj.target("h100:1")
+    with pytest.raises(ValueError, match="Z900"):
+        hardware_of(Plan(), None)

@@ -146,6 +146,7 @@ def test_any_code_runs_and_equals_one_device(loss_fn):
         moved = jax.tree.map(
             lambda old, new: (old - new) / 0.1, params, {k: state.params[k] for k in params}
         )
+        # The gradient is what fp32 parameters moved by: a difference of near numbers.
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), moved, grads
         )

@@ -12,7 +12,7 @@ import jax
 
 from zerojax import hlo, simulate, wire
 from zerojax.arguments import STATE_KINDS, read_arguments, shapes
-from zerojax.devices import target_of
+from zerojax.devices import compile_only, target_of
 from zerojax.findings import Evidence, Finding, find
 from zerojax.ledger import Stack, open_ledger
 from zerojax.memory import MemoryReport, memory_report
@@ -43,6 +43,11 @@ class CompiledPeak(NamedTuple):
     aliased: int
     temporary: int
     total: int
+
+    @property
+    def allocated(self) -> int:
+        """What the program is given to run in; more than `total` by gaps between arrays."""
+        return self.arguments + self.outputs - self.aliased + self.temporary
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,11 +95,8 @@ class Audit:
 
         Scalars, what the optimizer itself exchanges, and layers gathered ahead do not count.
         """
-        moved = sum(
-            move.wire_bytes for move in self.moves if move.part not in ("scalars", "update")
-        )
         expected = self.expected.total
-        return (moved - self.expected.ahead) / expected if expected else 1.0
+        return self.expected.moved(self.moves) / expected if expected else 1.0
 
     def check(self) -> Audit:
         """Returns itself; raises ValueError that lists the findings if there are any."""
@@ -145,25 +147,25 @@ def audit(
       >>> f"{receipt.ratio:.2f}", [finding.name for finding in receipt.findings]
       ('1.00', [])
     """
-    abstract = step.plan.abstract_state
-    lowered, exposed, larger = step.lower(abstract, shapes(batch)), None, None
+    abstract, rows = step.plan.abstract_state, shapes(batch)
+    lowered, exposed, larger = step.lower(abstract, rows), None, None
     if xla_statistics:
         compiled, exposed = compile_with_statistics(lowered)
     else:
         compiled = lowered.compile()
     if growth:
         doubled = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), shapes(batch)
+            lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), rows
         )
         larger = step.lower(abstract, doubled).compile()
     predicted = None
     if step.donates:  # a training step
         slices = step.microbatches
-        predicted = predict_peak(step.loss_fn, step.plan, shapes(batch), microbatches=slices)
+        predicted = predict_peak(step.loss_fn, step.plan, rows, microbatches=slices)
         stacks = predicted.stacks
     else:
         with open_ledger() as ran:
-            jax.eval_shape(lambda *args: step.fn(*args), abstract, shapes(batch))
+            jax.eval_shape(lambda *args: step.fn(*args), abstract, rows)
         stacks = tuple(ran)
     is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
     found = audit_compiled(
@@ -211,7 +213,7 @@ def audit_compiled(
       ValueError: `target` is other hardware than the program was compiled for.
     """
     program = hlo.parse(_text(compiled))
-    hardware = _hardware(plan, target)
+    hardware = hardware_of(plan, target)
     arguments = read_arguments(compiled, program, batch)
     moves = find_moves(plan, wire.collectives(program), sizes_of(plan, batch, microbatches))
     expected = expected_bytes(plan, microbatches, stacks, training=training)
@@ -238,12 +240,14 @@ def audit_compiled(
     )
 
 
-def _hardware(plan: Plan, target: str | Target | None) -> Target:
+def hardware_of(plan: Plan, target: str | Target | None) -> Target:
     """The target of the plan's mesh, with the rates of the one given."""
-    own = target_of(plan.mesh)
     if target is None:
-        return own
-    given = get_target(target)
+        return target_of(plan.mesh)
+    given, first = get_target(target), plan.mesh.devices.flat[0]
+    if first.platform != "cpu" and not compile_only(plan.mesh):
+        return given  # real GPUs, perhaps of a kind that has no rates here
+    own = target_of(plan.mesh)
     shapes = [(x.gpu and x.gpu.name, x.hosts, x.gpus_per_host) for x in (own, given)]
     if shapes[0] != shapes[1]:
         raise ValueError(
@@ -264,12 +268,15 @@ def _text(compiled: jax.stages.Compiled) -> str:
 def _peak(compiled: jax.stages.Compiled, on_cpu: bool) -> CompiledPeak:
     sizes = compiled.memory_analysis()
     assert sizes is not None
-    arguments, outputs = sizes.argument_size_in_bytes, sizes.output_size_in_bytes
-    aliased, temporary = sizes.alias_size_in_bytes, sizes.temp_size_in_bytes
-    total = arguments + outputs - aliased + temporary
-    if not on_cpu:  # there XLA reports something else
-        total = sizes.peak_memory_in_bytes
-    return CompiledPeak(arguments, outputs, aliased, temporary, total)
+    peak = CompiledPeak(
+        arguments=sizes.argument_size_in_bytes,
+        outputs=sizes.output_size_in_bytes,
+        aliased=sizes.alias_size_in_bytes,
+        temporary=sizes.temp_size_in_bytes,
+        total=sizes.peak_memory_in_bytes,
+    )
+    # On CPU what XLA reports as the peak is something else.
+    return peak._replace(total=peak.allocated) if on_cpu else peak
 
 
 def _growth(moves: Sequence[Move], larger: Sequence[wire.Collective]) -> list[Finding]:

@@ -142,8 +142,7 @@ def all_reduce_for_scatter(e: Evidence) -> Iterator[Finding]:
 def extra_traffic(e: Evidence) -> Iterator[Finding]:
     """More on the wire than the stage needs, layers gathered ahead of the last one aside."""
     expected = e.expected.total
-    asked_for = sum(m.wire_bytes for m in e.moves if m.part not in ("scalars", "update"))
-    moved = asked_for - e.expected.ahead
+    moved = e.expected.moved(e.moves)
     if expected and moved > 1.05 * expected:
         parts = ", ".join(f"{part} {format_bytes(n)}" for part, n in by_part(e.moves).items())
         yield Finding(

@@ -112,6 +112,14 @@ class Expected(NamedTuple):
         """Without what is gathered ahead."""
         return sum(self.parts.values())
 
+    def moved(self, moves: Iterable[Move]) -> float:
+        """The bytes of these moves that `total` speaks of.
+
+        Not scalars, what the optimizer itself exchanges, and layers gathered ahead.
+        """
+        counted = (m.wire_bytes for m in moves if m.part not in ("scalars", "update"))
+        return sum(counted) - self.ahead
+
 
 def expected_bytes(
     plan: Plan,
