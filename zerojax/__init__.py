@@ -3,6 +3,7 @@
 
 from zerojax.audit import Audit, audit, audit_compiled
 from zerojax.devices import simulate_devices
+from zerojax.hosts import start_hosts
 from zerojax.layers import apply_layer, scan_layers
 from zerojax.loss import LossFn
 from zerojax.memory import memory_report
@@ -40,5 +41,6 @@ __all__ = [
     "scan_layers",
     "shard_batch",
     "simulate_devices",
+    "start_hosts",
     "target",
 ]
