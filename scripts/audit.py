@@ -19,6 +19,7 @@ import zerojax as zj
 from models import transformer
 from scripts import train
 from scripts.cases import find_target
+from scripts.mesh import make_mesh
 from scripts.text import Bytes, TokenizerFile, check_batch
 
 
@@ -47,7 +48,7 @@ def audit(options: Options) -> zj.Audit:
     config = train.make_config(options, tokenizer.vocab_size)
     target = None
     if options.target is None:
-        mesh = train.make_mesh(options.devices)
+        mesh = make_mesh(options.devices)
     else:
         if options.devices is not None:
             raise ValueError("--devices: --target says how many; leave one of them out")

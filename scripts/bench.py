@@ -27,8 +27,9 @@ from jax.sharding import PartitionSpec as P
 import zerojax as zj
 from models import transformer
 from models.transformer import TransformerConfig
+from scripts.mesh import make_mesh
 from scripts.text import check_batch
-from scripts.train import check_least, make_mesh, make_plan
+from scripts.train import check_least, make_plan
 from zerojax.memory import live_bytes
 from zerojax.table import format_bytes, format_table
 

@@ -18,8 +18,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+import zerojax as zj
 
 # Dense bf16 FLOP/s of one device, from NVIDIA's datasheets; the first name in `device_kind` wins.
 PEAKS = {
@@ -96,14 +100,28 @@ def stop_on_ctrl_c(answer: Callable[[], None]) -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         answer()
 
-    if jax.process_count() > 1:  # processes could stop at different steps, and wait for ever
-        yield stop
-        return
     before = signal.signal(signal.SIGINT, first_press)
     try:
         yield stop
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def ask_all(stop: threading.Event, state: zj.TrainState, step: zj.Step) -> Callable[[], bool]:
+    """Ask all processes whether one was told to stop; what this returns gives them one answer.
+
+    A process that stopped by itself would leave the others waiting for it in a collective. Asked
+    before a step starts and read while it runs, the answer keeps no device waiting.
+    """
+    if jax.process_count() == 1:
+        return stop.is_set
+    if step.simulated:  # one program at a time, as in `step`
+        jax.block_until_ready(state.step)
+    here = np.full(len(step.plan.mesh.local_devices), stop.is_set())
+    anywhere = jnp.any(zj.shard_batch(here, step.plan))
+    if step.simulated:
+        jax.block_until_ready(anywhere)
+    return lambda: bool(anywhere)
 
 
 def peak_memory() -> float:

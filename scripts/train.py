@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a transformer on text: `python -m scripts.train`, on GPUs or on simulated devices."""
 
-import contextlib
 import dataclasses
 import math
 import sys
@@ -23,9 +22,10 @@ from jax.sharding import Mesh
 import zerojax as zj
 from models import transformer
 from models.transformer import TransformerConfig
-from scripts.log import Files, Screen, Summary, raise_if_not_finite, stop_on_ctrl_c, wrap
+from scripts.log import Files, Screen, Summary, ask_all, raise_if_not_finite, stop_on_ctrl_c, wrap
+from scripts.mesh import make_mesh
 from scripts.text import Bytes, TokenizerFile, check_batch, make_batches, read_text, split_text
-from zerojax.devices import may_have_accelerator
+from zerojax.hosts import leave
 
 Batch = dict[str, np.ndarray]
 
@@ -117,19 +117,6 @@ def make_config(options: Options, vocab_size: int) -> TransformerConfig:
     return dataclasses.replace(transformer.PRESETS[options.model], **given)
 
 
-def make_mesh(num_devices: int | None) -> Mesh:
-    """Return a mesh of so many devices: accelerators, or simulated ones on a CPU (None: 8)."""
-    if not may_have_accelerator():
-        with contextlib.suppress(ValueError):  # once JAX runs, the devices are those it has
-            zj.simulate_devices(num_devices or 8)
-    found, kind = jax.device_count(), jax.devices()[0].device_kind
-    if num_devices and not 1 <= num_devices <= found:
-        remedy = f"give --devices {found}{' or fewer' if found > 1 else ''}"
-        why = "--devices simulates more only on a CPU, and only before JAX starts"
-        raise ValueError(f"--devices: {num_devices} wanted, {found} here ({kind}); {remedy}: {why}")
-    return zj.make_mesh(num_devices)
-
-
 def make_plan(config: TransformerConfig, optimizer, mesh: Mesh, **how: Any) -> zj.Plan:
     """Plan the state of a transformer; the error of an unfit number of devices names fit ones."""
     init_params = partial(transformer.init_params, config)
@@ -167,10 +154,11 @@ def run_steps(
     every = options.eval_every or options.steps
     unread = None
     for number in range(1, options.steps + 1):
+        told_to_stop = ask_all(stop, state, step)
         state, metrics = step(state, zj.shard_batch(next(batches), step.plan))
         if unread:
             yield unread
-        if stop.is_set() or number == options.steps:
+        if told_to_stop() or number == options.steps:
             yield number, metrics, state
             return
         if number % every == 0:
@@ -218,7 +206,8 @@ def train(
             row["tokens"] = summary.tokens + int(row["weight"])
             row["seconds"] = time.perf_counter() - start
             start = time.perf_counter()
-            if state is not None and (number == options.steps or not stop.is_set()):
+            every = options.eval_every or options.steps
+            if state is not None and (number == options.steps or number % every == 0):
                 if math.isnan(summary.val_loss):
                     screen.wait("compiling the validation ...")
                 row["val_loss"] = evaluate(eval_step, state, validation)
@@ -247,6 +236,7 @@ def generate(options: Options, config, params, prompt: list[int], vocab_size: in
 
 def main(options: Options) -> Summary:
     """Train; raises ValueError or OSError for a user's mistake, FloatingPointError for a NaN."""
+    zj.start_hosts()
     check_least(options, LEAST)
     if (options.warmup or 0) >= options.steps:
         raise ValueError(f"--warmup: {options.warmup} of {options.steps} steps; give fewer")
@@ -293,7 +283,7 @@ if __name__ == "__main__":  # exit codes: 2 a user's mistake, 1 a loss not finit
         sys.exit(130 if stopped else 0)
     except KeyboardInterrupt:  # before the first step, or while the sample is drawn
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        leave(130)
     except (ValueError, OSError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(1 if isinstance(error, FloatingPointError) else 2)
+        leave(1 if isinstance(error, FloatingPointError) else 2)

@@ -14,6 +14,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = {
     "stage": 0,
     "hlo": 0,
+    "hosts": 0,
     "precision": 0,
     "partition": 0,
     "paths": 0,
@@ -149,6 +150,7 @@ def test_public_names():
         "scan_layers",
         "shard_batch",
         "simulate_devices",
+        "start_hosts",
         "target",
     ]
     assert all(getattr(zerojax, name).__doc__ for name in zerojax.__all__ if name != "LossFn")

@@ -4,6 +4,7 @@
 from zerojax.audit import Audit, audit, audit_compiled
 from zerojax.checkpoint import Checkpointer
 from zerojax.devices import simulate_devices
+from zerojax.hosts import start_hosts
 from zerojax.layers import apply_layer, scan_layers
 from zerojax.loss import LossFn
 from zerojax.memory import memory_report
@@ -45,5 +46,6 @@ __all__ = [
     "scan_layers",
     "shard_batch",
     "simulate_devices",
+    "start_hosts",
     "target",
 ]

@@ -28,11 +28,11 @@ _MADE: dict[Any, Target] = {}  # what each compile-only device was made for
 def simulate_devices(num_devices: int) -> None:
     """Makes this process see `num_devices` CPU devices, for notebooks, laptops and tests.
 
-    Call it before anything touches a JAX array. Calling it again with the same number is fine, so
-    a notebook cell can be run twice.
+    Call it before anything touches a JAX array, and after `zerojax.start_hosts`. Calling it again
+    with the same number is fine, so a notebook cell can be run twice.
 
     Args:
-      num_devices: how many devices to simulate.
+      num_devices: how many devices to simulate, in each process.
 
     Raises:
       ValueError: `num_devices` is not positive, or JAX already started with other devices.
@@ -50,9 +50,9 @@ def simulate_devices(num_devices: int) -> None:
         # The devices of a program wait for each other in every collective, each on a thread of one
         # pool. As many threads as devices, XLA's default, can leave one of them waiting for ever.
         os.environ.setdefault("PJRT_NPROC", str(4 * num_devices))
-        found = len(jax.devices())
+        found = jax.local_device_count()
     except RuntimeError:  # JAX refuses to change the number once its backends have started
-        found = len(jax.devices())
+        found = jax.local_device_count()
     if found != num_devices or jax.default_backend() != "cpu":
         raise ValueError(
             f"simulate_devices({num_devices}): JAX already started with {found} "

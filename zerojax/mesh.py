@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,8 +35,8 @@ def make_mesh(
         `zerojax.target` returned; GPUs need `pip install 'zerojax[aot]'`.
 
     Raises:
-      ValueError: more devices are asked for than there are, or the target is not known or not
-        to be had.
+      ValueError: more devices are asked for than there are, processes would have unequal numbers
+        of them, or the target is not known or not to be had.
 
     Example:
       >>> make_mesh(4).shape
@@ -57,7 +58,16 @@ def make_mesh(
             f"make_mesh: {wanted} devices wanted, {len(available)} available. Pass num_devices "
             f"between 1 and {len(available)}{simulate if wanted > 0 else ''}."
         )
-    return jax.make_mesh((wanted,), (DATA,), (AxisType.Auto,), devices=available[:wanted])
+    chosen = available[:wanted]
+    per_process = Counter(device.process_index for device in chosen)
+    idle = target is None and len(per_process) < jax.process_count()
+    if idle or len(set(per_process.values())) > 1:
+        raise ValueError(
+            f"make_mesh: {wanted} of {len(available)} devices leave processes with unequal numbers "
+            f"of them: {dict(per_process)} of {jax.process_count()} processes. Use all devices, or "
+            "pass devices= with as many of each process."
+        )
+    return jax.make_mesh((wanted,), (DATA,), (AxisType.Auto,), devices=chosen)
 
 
 def check_mesh(mesh: Mesh) -> None:
