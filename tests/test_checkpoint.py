@@ -620,3 +620,73 @@ def test_loading_executes_nothing(tmp_path):
     assert first == "[] True"
     assert "pickle.find_class" in second
     assert "exec" in second
+
+
+MEMORY = """
+import gc, resource, sys, threading, time
+import jax, jax.numpy as jnp, optax
+import zerojax as zj
+
+zj.simulate_devices(8)
+NUM = 24  # leaves of 8 MB, and two moments of each
+
+
+def init(key):
+    keys = jax.random.split(key, NUM)
+    return {f"w{i}": jax.random.normal(keys[i], (2048, 1024)) for i in range(NUM)}
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() / 1e6
+
+
+plan = zj.make_plan(init, optax.adamw(1e-3), zj.make_mesh(), stage=int(sys.argv[2]))
+if sys.argv[3] == "save":
+    with zj.Checkpointer(sys.argv[1], plan) as checkpoints:
+        checkpoints.save(zj.init_state(plan, jax.random.key(0)))
+    sys.exit()
+one = lambda key: {"w": jnp.ones((8, 8))}
+small = zj.make_plan(one, optax.adamw(1e-3), zj.make_mesh(), stage=3)
+with zj.Checkpointer(sys.argv[1] + "-small", small) as checkpoints:
+    checkpoints.save(zj.init_state(small, jax.random.key(0)))
+zj.restore(sys.argv[1] + "-small", small)  # what the libraries need
+gc.collect()
+before, most, done = resident(), [0.0], threading.Event()
+
+
+def watch():
+    while not done.is_set():
+        most[0] = max(most[0], resident())
+        time.sleep(0.001)
+
+
+thread = threading.Thread(target=watch)
+thread.start()
+state = zj.restore(sys.argv[1], plan)
+if sys.argv[3] == "twice":  # the sabotaged twin: a whole copy beside the shards
+    host = jax.tree.map(lambda x: jnp.array(x, copy=True), (state.params, state.opt_state))
+    jax.block_until_ready(host)
+done.set()
+thread.join()
+planned = sum(row.planned for row in zj.memory_report(plan) if row.kind != "grads") * 8 / 1e6
+print(planned, most[0] - before)
+"""
+
+
+@pytest.mark.parametrize("stage", [3, 1])
+def test_restoring_holds_the_plan_and_about_a_leaf(tmp_path, stage):
+    """Resident memory of the process, in which the devices are simulated; a leaf has 8 MB."""
+
+    def measure(stage, how):
+        command = [sys.executable, "-c", MEMORY, str(tmp_path / "run"), str(stage), how]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return [float(x) for x in done.stdout.split()]
+
+    measure(3, "save")
+    planned, held = measure(stage, "once")
+    print(planned, held)
+    assert held < planned + 8 * 8 + 30
+    if stage == 3:
+        planned, held = measure(stage, "twice")
+        assert held > planned + 8 * 8 + 30

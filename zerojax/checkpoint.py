@@ -75,6 +75,7 @@ class Checkpointer:
         self.folder, self.plan = saves.local_path(folder), plan
         self.keep_latest, self.keep_best = keep_latest, keep_best
         self._lock = saves.open_folder(self.folder) if jax.process_index() == 0 else None
+        self._about = _about(plan)
         self._saving: tuple[Path, dict[str, Any]] | None = None
         options = ocp.options.AsyncOptions(post_finalization_callback=self._seal)
         handler = ocp.CompositeCheckpointHandler(*ITEMS)
@@ -113,7 +114,13 @@ class Checkpointer:
                 f"{self.folder} holds a save of step {newest}, newer than this one of step {step}: "
                 "a run goes on from its newest save. Give this run a folder of its own."
             )
-        manifest = _manifest(self.plan, step, data, metrics or {})
+        manifest = {
+            "step": step,
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "metrics": {name: float(x) for name, x in (metrics or {}).items()},
+            "data": None if data is None else data_states(data),
+            **self._about,
+        }
         found = [entry for entry in entries(self.plan, state) if entry.array.size]  # Orbax: not 0
         trees = {item: {x.key: x.array for x in found if x.item == item} for item in ITEMS}
         args = {item: ocp.args.PyTreeSave(tree) for item, tree in trees.items() if tree}
@@ -196,31 +203,23 @@ def _naming(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _manifest(
-    plan: Plan, step: int, data: DataIterator | None, metrics: Mapping[str, float]
-) -> dict[str, Any]:
-    """What a person, and `restore`, want to know of a save; JSON holds all of it."""
+def _about(plan: Plan) -> dict[str, Any]:
+    """What the manifests of all saves of a plan have in common."""
     leaves: dict[str, dict[str, Any]] = {item: {} for item in ITEMS}
     for item, key, array in entries(plan, plan.abstract_state):
         spec = [list(x) if isinstance(x, tuple) else x for x in array.sharding.spec]
-        said = {"shape": list(array.shape), "dtype": str(array.dtype), "spec": spec}
-        leaves[item][key] = said
+        leaves[item][key] = {"shape": list(array.shape), "dtype": str(array.dtype), "spec": spec}
     dtypes = {name: str(x and jax.numpy.dtype(x)) for name, x in vars(plan.precision).items()}
-    partitioner = type(plan.partitioner).__name__.lower()
     libraries = ("zerojax", "jax", "optax", "orbax-checkpoint")
     return {
         "format": saves.FORMAT,
-        "step": step,
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "metrics": {name: float(x) for name, x in metrics.items()},
         "versions": {name: version(name) for name in libraries},
         "plan": {
             "stage": plan.stage.number,
-            "partitioner": partitioner,
+            "partitioner": type(plan.partitioner).__name__.lower(),
             "mesh": dict(plan.mesh.shape),
             "processes": jax.process_count(),
             "precision": dtypes,
         },
-        "data": None if data is None else data_states(data),
         "leaves": leaves,
     }

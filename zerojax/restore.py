@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -227,30 +227,39 @@ def _warn_of_rounding(
 
 
 def _read(save: Save, wanted: Sequence[Entry]) -> list[jax.Array]:
-    """The arrays, each device reading its shards, with about one leaf in flight on the host."""
+    """The arrays, each device reading its shards, with one large leaf in flight on the host."""
     arrays: list[jax.Array | None] = [None] * len(wanted)
-    largest = max(x.array.size * x.array.dtype.itemsize for x in wanted)
-    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=1 + largest // 10**9)
-    with ocp.Checkpointer(handler) as reader:
-        # A weight and its master copy may be read from one array: a key is read once a pass.
-        passes: dict[tuple[str, int], dict[str, int]] = {}
-        for i, entry in enumerate(wanted):
-            if not entry.array.size:
-                arrays[i] = _zeros(entry.array)
-                continue
-            turn = 0
-            while entry.key in passes.setdefault((entry.item, turn), {}):
-                turn += 1
-            passes[entry.item, turn][entry.key] = i
-        for (item, _), places in passes.items():
-            if not places:
-                continue
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        for item, places in _passes(wanted):
             tree = {key: wanted[i].array for key, i in places.items()}
             how = ocp.checkpoint_utils.construct_restore_args(tree)
             args = ocp.args.PyTreeRestore(item=tree, restore_args=how, partial_restore=True)
             for key, array in reader.restore(save.path / item, args=args).items():
                 arrays[places[key]] = array
-    return arrays  # pyright: ignore[reportReturnType]
+    return [
+        _zeros(x.array) if found is None else found for found, x in zip(arrays, wanted, strict=True)
+    ]
+
+
+def _passes(wanted: Sequence[Entry]) -> Iterator[tuple[str, dict[str, int]]]:
+    """What to read together: places in `wanted` by key, as many as have the largest one's bytes.
+
+    A weight and its master copy may be read from one array: a key comes once in a pass.
+    """
+    sizes = [x.array.size * x.array.dtype.itemsize for x in wanted]
+    places: dict[str, int] = {}
+    item, total = "", 0
+    for i, entry in enumerate(wanted):
+        if not sizes[i]:
+            continue
+        full = total + sizes[i] > max(sizes) or entry.key in places
+        if places and (full or entry.item != item):
+            yield item, places
+            places, total = {}, 0
+        item, total = entry.item, total + sizes[i]
+        places[entry.key] = i
+    if places:
+        yield item, places
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
