@@ -17,14 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh
 
 import zerojax as zj
 from models import transformer
 from models.transformer import TransformerConfig
 from scripts.log import Files, Screen, Summary, raise_if_not_finite, stop_on_ctrl_c, wrap
+from scripts.sample import generate
 from scripts.text import Bytes, TokenizerFile, check_batch, make_batches, read_text, split_text
+from scripts.weights import read_initial
 from zerojax.devices import may_have_accelerator
 
 Batch = dict[str, np.ndarray]
@@ -80,6 +81,8 @@ class Options:
     """Files and folders of text (none: the Python standard library's source)."""
     tokenizer: Path | None = None
     """A tokenizer.json (None: bytes are the tokens)."""
+    init_from: Path | None = None
+    """A .safetensors file of weights to start from, as scripts/export.py makes (None: random)."""
     out: Path = Path("out/train")
     """Folder of metrics.jsonl, options.json and, if installed, TensorBoard's log; old ones stay."""
     log_every: int = 20
@@ -192,6 +195,7 @@ def train(
     options: Options,
     config: TransformerConfig,
     plan: zj.Plan,
+    given: Any,
     batches: Iterator[Batch],
     validation: Sequence[Batch],
     rates: np.ndarray,
@@ -206,7 +210,7 @@ def train(
         skip_nonfinite=options.skip_nonfinite,
     )
     eval_step = zj.make_eval_step(partial(transformer.eval_loss_fn, config), plan)
-    state = zj.init_state(plan, jax.random.key(options.seed))
+    state = zj.init_state(plan, jax.random.key(options.seed), given)
     summary = Summary(recent=deque(maxlen=options.log_every))
     with files, screen, stop_on_ctrl_c(screen.say_stopping) as stop:
         screen.wait("compiling the step ...")
@@ -232,19 +236,6 @@ def train(
     return state, summary
 
 
-def generate(options: Options, config, params, prompt: list[int], vocab_size: int) -> list[int]:
-    """Draw `options.sample` more tokens at temperature 0.8; the fixed window compiles once."""
-    run = jax.jit(lambda params, window_T: transformer.logits(config, params, window_T[None])[0])
-    whole = jax.device_put(process_allgather(params, tiled=True), jax.local_devices()[0])
-    tokens = list(prompt)
-    for key in jax.random.split(jax.random.key(options.seed), options.sample):
-        window = tokens[-config.seq_len :]
-        window_T = np.array(window + [0] * (config.seq_len - len(window)), np.int32)
-        logits_V = np.asarray(run(whole, window_T))[len(window) - 1, :vocab_size]
-        tokens.append(int(jax.random.categorical(key, logits_V / 0.8)))
-    return tokens[len(prompt) :]
-
-
 def main(options: Options) -> Summary:
     """Train; raises ValueError or OSError for a user's mistake, FloatingPointError for a NaN."""
     check_least(options, LEAST)
@@ -256,6 +247,7 @@ def main(options: Options) -> Summary:
     optimizer, rates = make_optimizer(options)
     how = {name: getattr(options, name) for name in ("stage", "precision", "partitioner")}
     plan = make_plan(config, optimizer, mesh, **how)
+    given = read_initial(options.init_from, plan)
     check_batch(options.batch, mesh.size, options.microbatches)
 
     text = read_text(options.data, tokenizer, config.vocab_size)
@@ -274,7 +266,7 @@ def main(options: Options) -> Summary:
     screen.say(f"text: {text}\nrows of {config.seq_len} tokens: {rows}")
     screen.say(f"log: {options.out / 'metrics.jsonl'}, a row for every step\n\n{plan}\n")
     screen.legend()
-    state, summary = train(options, config, plan, batches, validation, rates, screen, files)
+    state, summary = train(options, config, plan, given, batches, validation, rates, screen, files)
 
     if options.sample and not summary.stopped_early:
         prompt = held_out[0]["tokens"][:32].tolist()

@@ -283,20 +283,26 @@ zj.make_train_step(toy.loss_fn, plan)(state, zj.shard_batch(next(toy.batches()),
 """
 
 
-@pytest.mark.full
-def test_each_process_makes_its_own_shards():
+def run_two_processes(script, *args):
+    """Run it in two processes of two devices each; it is given its number and a free port."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     flags = "--xla_force_host_platform_device_count=2"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    root = pathlib.Path(__file__).parents[1]
-    command = [sys.executable, "-c", PROCESS]
+    how = {"cwd": pathlib.Path(__file__).parents[1], "env": environment, "stderr": subprocess.PIPE}
     processes = [
-        subprocess.Popen(
-            [*command, str(i), port], cwd=root, env=environment, stderr=subprocess.PIPE, text=True
-        )
+        subprocess.Popen([sys.executable, "-c", script, str(i), port, *args], text=True, **how)
         for i in range(2)
     ]
-    errors = [process.communicate(timeout=240)[1] for process in processes]
+    try:
+        errors = [process.communicate(timeout=240)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert [process.returncode for process in processes] == [0, 0], errors
+
+
+@pytest.mark.full
+def test_each_process_makes_its_own_shards():
+    run_two_processes(PROCESS)
