@@ -28,9 +28,9 @@ class Options:
     """The options.json of the run, to be kept in the header (None: nothing is kept)."""
 
 
-def restore(checkpoint: Path) -> Any:
-    """Return the parameters of a checkpoint before rounding: the master copy of what has one."""
-    return zj.restore_params(checkpoint, master=True)  # pyright: ignore[reportAttributeAccessIssue]
+def restore(checkpoint: Path, dtype: str) -> Any:
+    """Return the parameters of a checkpoint; fp32 ones are the master copy's, if it has one."""
+    return zj.restore_params(checkpoint, dtype=dtype)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def export(options: Options, params: Any) -> str:
@@ -48,7 +48,7 @@ def main(options: Options) -> None:
         raise FileExistsError(f"--out: {options.out} exists; give another name, or move it away")
     if not options.checkpoint.is_dir():
         raise FileNotFoundError(f"--checkpoint: no folder {options.checkpoint}")
-    print(export(options, restore(options.checkpoint)))
+    print(export(options, restore(options.checkpoint, options.dtype)))
 
 
 if __name__ == "__main__":

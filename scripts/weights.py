@@ -72,23 +72,12 @@ def write_safetensors(
     dtypes = {name: _dtype_in_file(name, x, dtype) for name, x in leaves.items()}
     # Wide dtypes first, so that every array begins at a multiple of its item's size.
     order = sorted(leaves, key=lambda name: (-dtypes[name].itemsize, name))
-    # What Flax models say there; readers of Hugging Face ask for it.
-    header: dict[str, Any] = {"format": "flax", "zerojax": zj.__version__, **(metadata or {})}
-    header, start = {"__metadata__": header}, 0
-    for name in order:
-        shape = np.shape(leaves[name])
-        end = start + math.prod(shape) * dtypes[name].itemsize
-        kind = NAMES[dtypes[name].name]
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
-        start = end
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-
+    arrays = {name: jax.ShapeDtypeStruct(leaves[name].shape, dtypes[name]) for name in order}
     part = path.with_name(f"{path.name}.part")
     writes = jax.process_index() == 0
     try:
         with open(part if writes else os.devnull, "wb") as file:
-            file.write(len(encoded).to_bytes(8, "little") + encoded)
+            file.write(_header(arrays, metadata or {}))
             for name in order:  # all processes: a gather needs each of them
                 file.write(_to_host(leaves[name], dtypes[name]).reshape(-1).view(np.uint8))
             file.flush()
@@ -113,9 +102,9 @@ class Slices:
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         # The library slices nothing out of an array without elements.
-        return (
-            self.source[index] if math.prod(self.shape) else np.empty(self.shape, self.dtype)[index]
-        )
+        if not math.prod(self.shape):
+            return np.empty(self.shape, self.dtype)[index]
+        return self.source[index]
 
 
 def read_safetensors(path: Path, abstract_params: Any) -> Any:
@@ -172,10 +161,10 @@ def read_initial(path: Path | None, plan: zj.Plan) -> Any:
 
 
 def _named(params: Any) -> dict[str, Any]:
-    """Return the leaves by name."""
+    """Return the leaves by name, of a tree or of a dict from path to array."""
     leaves = {}
-    for keys, leaf in jax.tree.leaves_with_path(params):
-        name = jax.tree_util.keystr(keys, simple=True, separator=".")
+    for path, leaf in flat(params):
+        name = path.replace("/", ".")
         if name in leaves:
             raise ValueError(f"two leaves have the name {name!r}; rename one in the parameters")
         leaves[name] = leaf
@@ -190,6 +179,25 @@ def _dtype_in_file(name: str, leaf: Any, dtype: Any) -> np.dtype:
         known = ", ".join(NAMES)
         raise ValueError(f"leaf {name!r} is {found}; the format knows {known}")
     return found
+
+
+def _header(arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
+    """Return what precedes the arrays' bytes, padded to a multiple of 8."""
+    # "flax" is what Flax models say there; readers of Hugging Face ask for it.
+    first = {"format": "flax", "zerojax": zj.__version__, **metadata}
+    header: dict[str, Any] = {"__metadata__": first}
+    start = 0
+    for name, x in arrays.items():
+        end = start + x.size * x.dtype.itemsize
+        header[name] = {
+            "dtype": NAMES[x.dtype.name],
+            "shape": x.shape,
+            "data_offsets": [start, end],
+        }
+        start = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(8, "little") + encoded
 
 
 def _to_host(leaf: Any, dtype: np.dtype) -> np.ndarray:

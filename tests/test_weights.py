@@ -18,7 +18,7 @@ import numpy as np
 import optax
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import zerojax as zj
 from models import transformer
@@ -91,6 +91,13 @@ def test_the_master_copy_is_what_is_written(stage, tmp_path):
     assert_equal(zj.init_state(plan, KEY, given), state)
 
 
+def test_a_dict_of_paths_is_written_as_its_tree_is(tmp_path):
+    nested, paths = tmp_path / "nested", tmp_path / "paths"
+    write_safetensors(nested, {"a": {"b": np.ones(2)}, "c": np.ones(3)})
+    write_safetensors(paths, {"c": np.ones(3), "a/b": np.ones(2)})
+    assert nested.read_bytes() == paths.read_bytes()
+
+
 def test_an_array_under_two_names_is_written_under_both(tmp_path):
     table = jnp.arange(6.0)
     write_safetensors(tmp_path / "w.safetensors", {"embed": table, "head": {"kernel": table}})
@@ -120,8 +127,6 @@ def test_every_dtype_and_odd_shape(tmp_path):
 
 def write_whole(path, params):
     """The twin: all leaves on the host, then one call."""
-    from safetensors.numpy import save_file
-
     save_file({f"{i}": np.array(x) for i, x in enumerate(jax.tree.leaves(params))}, path)
 
 
@@ -239,13 +244,15 @@ def test_what_cannot_be_written_or_read_is_named(tmp_path):
         read_safetensors(path, PARAMS)
     with pytest.raises(ValueError, match=r"two leaves have the name 'a\.b'; rename"):
         write_safetensors(path, {"a.b": np.ones(1), "a": {"b": np.ones(1)}})
+    with pytest.raises(ValueError, match=r"two leaves have the name 'a\.b'; rename"):
+        write_safetensors(path, {"a/b": np.ones(1), "a": {"b": np.ones(1)}})
     with pytest.raises(ValueError, match=r"leaf 'k' is key<fry>; the format knows float64"):
         write_safetensors(path, {"k": jax.random.key(0)})
     header = b'{"w":{"dtype":"F8_E4M3","shape":[2],"data_offsets":[0,2]}} '
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"12")
     with pytest.raises(ValueError, match=r"w\.safetensors: 'w' is F8_E4M3; convert it to one of"):
         read_safetensors(path, {"w": np.ones(2)})
-    write_safetensors(path, {"a/b": np.ones(1), "a": {"b": np.ones(1)}})
+    save_file({"a/b": np.ones(1), "a.b": np.ones(1)}, path)
     with pytest.raises(ValueError, match=r"names that differ only in '/' and '\.'"):
         read_safetensors(path, {"a": {"b": np.ones(1)}})
     assert [each.name for each in tmp_path.iterdir()] == ["w.safetensors"]
@@ -326,7 +333,7 @@ def test_export_writes_the_parameters_before_rounding(dtype, tmp_path, monkeypat
     (tmp_path / "options.json").write_text('{"layers": 1}')
     plan = toy.make_plan(precision="bf16_master")
     state = zj.init_state(plan, KEY)
-    monkeypatch.setattr(export, "restore", lambda path: finest_params(state))
+    monkeypatch.setattr(export, "restore", lambda path, dtype: finest_params(state))
     out = tmp_path / "w.safetensors"
     wanted = export.Options(tmp_path / "step", out, dtype, tmp_path / "options.json")
     export.main(wanted)
