@@ -103,23 +103,32 @@ def evaluate(eval_step: zj.Step, state: zj.TrainState, batches: Sequence[Batch])
 
 
 def begin(
-    options: "Options", plan: zj.Plan, saves: zj.Checkpointer, progress: Progress, screen: Screen
+    options: "Options",
+    plan: zj.Plan,
+    given: Any,
+    saves: zj.Checkpointer,
+    progress: Progress,
+    screen: Screen,
 ) -> zj.TrainState:
-    """Return the state of the newest save, with `progress` set to its place, or a new state."""
+    """Return the state of the newest save, with `progress` set to its place, or a new state.
+
+    A new one is of the weights that are given, or of random ones for None.
+    """
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         state = saves.restore(data=progress)
     for warning in said:
         screen.say(str(warning.message))
     if state is None:
-        return zj.init_state(plan, jax.random.key(options.seed))
+        return zj.init_state(plan, jax.random.key(options.seed), given)
     done = progress.summary.steps
     if done > options.steps:
         raise ValueError(
             f"--steps: {options.steps}, but the run in {options.out} has made {done}; give more, "
             "or another --out"
         )
-    screen.say(f"going on after step {done}, from {saves.folder / str(int(state.step))}")
+    unread = f"; {options.init_from} is where it began" if options.init_from else ""
+    screen.say(f"going on after step {done}, from {saves.folder / str(int(state.step))}{unread}")
     if done == options.steps:
         screen.say("all its steps are made; for more give --steps, for a new run another --out")
     return state
@@ -129,6 +138,7 @@ def run(
     options: "Options",
     config: TransformerConfig,
     plan: zj.Plan,
+    given: Any,
     batches: Any,
     validation: Sequence[Batch],
     rates: np.ndarray,
@@ -152,7 +162,7 @@ def run(
         screen,
         stop_on_signals(screen.say_stopping) as stop,
     ):
-        state = begin(options, plan, saves, progress, screen)
+        state = begin(options, plan, given, saves, progress, screen)
         files.go_on(summary.steps)
         screen.wait("compiling the step ...")
         start = time.perf_counter()

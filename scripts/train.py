@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh
 
 import zerojax as zj
@@ -23,7 +22,9 @@ from scripts.files import Files
 from scripts.log import Screen, Summary, wrap
 from scripts.loop import run
 from scripts.mesh import make_mesh
+from scripts.sample import generate
 from scripts.text import Bytes, TokenizerFile, check_batch, make_batches, read_text, split_text
+from scripts.weights import read_initial
 from zerojax.hosts import leave
 
 # The least that an option may be.
@@ -81,6 +82,8 @@ class Options:
     """Files and folders of text (none: the Python standard library's source)."""
     tokenizer: Path | None = None
     """A tokenizer.json (None: bytes are the tokens)."""
+    init_from: Path | None = None
+    """A .safetensors file of weights to start from, as scripts/export.py makes (None: random)."""
     out: Path = Path("out/train")
     """Folder of saves, from which the run goes on, and of its logs (TensorBoard's if installed)."""
     save_every: int = 300
@@ -148,19 +151,6 @@ def make_optimizer(options: Options) -> tuple[optax.GradientTransformation, np.n
     return optax.chain(clip, adamw), np.asarray(jax.vmap(schedule)(jnp.arange(options.steps)))
 
 
-def generate(options: Options, config, params, prompt: list[int], vocab_size: int) -> list[int]:
-    """Draw `options.sample` more tokens at temperature 0.8; the fixed window compiles once."""
-    run = jax.jit(lambda params, window_T: transformer.logits(config, params, window_T[None])[0])
-    whole = jax.device_put(process_allgather(params, tiled=True), jax.local_devices()[0])
-    tokens = list(prompt)
-    for key in jax.random.split(jax.random.key(options.seed), options.sample):
-        window = tokens[-config.seq_len :]
-        window_T = np.array(window + [0] * (config.seq_len - len(window)), np.int32)
-        logits_V = np.asarray(run(whole, window_T))[len(window) - 1, :vocab_size]
-        tokens.append(int(jax.random.categorical(key, logits_V / 0.8)))
-    return tokens[len(prompt) :]
-
-
 def main(options: Options) -> Summary:
     """Train; raises ValueError or OSError for a user's mistake, FloatingPointError for a NaN."""
     zj.start_hosts()
@@ -173,6 +163,7 @@ def main(options: Options) -> Summary:
     optimizer, rates = make_optimizer(options)
     how = {name: getattr(options, name) for name in ("stage", "precision", "partitioner")}
     plan = make_plan(config, optimizer, mesh, **how)
+    given = read_initial(options.init_from, plan)
     check_batch(options.batch, mesh.size, options.microbatches)
 
     text = read_text(options.data, tokenizer, config.vocab_size)
@@ -191,7 +182,7 @@ def main(options: Options) -> Summary:
     screen.say(f"text: {text}\nrows of {config.seq_len} tokens: {rows}")
     screen.say(f"log: {options.out / 'metrics.jsonl'}, a row for every step\n\n{plan}\n")
     screen.legend()
-    state, summary = run(options, config, plan, batches, validation, rates, screen, files)
+    state, summary = run(options, config, plan, given, batches, validation, rates, screen, files)
 
     if options.sample and not summary.stopped_early:
         prompt = held_out[0]["tokens"][:32].tolist()

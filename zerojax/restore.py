@@ -91,6 +91,7 @@ def restore_params(
         check_runs(plan)
         if dtype is not None:
             raise ValueError("restore_params: the plan says the dtypes; leave out dtype.")
+    mesh = make_mesh() if plan is None else plan.mesh
     save = _choose(path, ITEMS[:2], aside=False)
     leaves = save.manifest()["leaves"]
     if plan is not None:
@@ -100,7 +101,6 @@ def restore_params(
         arrays = _read(save, [_source(entry, leaves) for entry in found])
         arrays = map(as_key, arrays, jax.tree.leaves(tree))
         return jax.tree.unflatten(jax.tree.structure(tree), arrays)
-    mesh = make_mesh()
     wanted = []
     for key, said in leaves["params"].items():
         kind = jnp.dtype(said["dtype"])
