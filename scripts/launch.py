@@ -52,10 +52,11 @@ def environment(options: Options, port: int, index: int) -> dict[str, str]:
 
 def relay(source: IO[str], target: IO[str], prefix: str, tail: deque[str]) -> None:
     """Pass lines on, and keep the last ones."""
-    for line in source:
-        tail.append(line)
-        target.write(prefix + line)
-        target.flush()
+    with source:
+        for line in source:
+            tail.append(line)
+            target.write(prefix + line)
+            target.flush()
 
 
 def run(options: Options, command: Sequence[str]) -> int:

@@ -141,7 +141,8 @@ def leave(code: int) -> NoReturn:
 
 
 def _leave_after_error() -> None:
-    if hasattr(sys, "last_exc"):  # Python sets it where it has printed an uncaught error
+    printed = hasattr(sys, "last_exc")  # set where Python has printed an uncaught error
+    if printed and jax.distributed.is_initialized():
         leave(1)
 
 
