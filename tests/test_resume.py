@@ -17,6 +17,7 @@ import pytest
 import zerojax as zj
 from scripts.files import Files
 from scripts.train import Options, main
+from tests.test_hosts import finish, flags, last_child, launched
 from tests.test_train import ROOT, TEXT, command, read_rows
 from zerojax import saves
 
@@ -193,6 +194,13 @@ def test_skipped_updates_stay_counted(options, monkeypatch):
     assert [{name: repr(x) for name, x in row.items()} for row in numbers(here.out)] == same
 
 
+def read_rows_so_far(out):
+    """The rows that are complete, of a run that goes on."""
+    path = out / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
 FAST = {
     "XLA_FLAGS": "--xla_backend_optimization_level=0",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -211,9 +219,7 @@ class Run:
         self.arguments = command(*small.split(), *more.split(), *data)
 
     def rows(self):
-        path = self.out / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        return read_rows_so_far(self.out)
 
     def start(self):
         self.process = subprocess.Popen(
@@ -303,3 +309,47 @@ def test_sigterm_saves_and_exits_with_0(options, tmp_path):
     assert "saving after this step, then stopping; SIGTERM received" in said
     newest = saves.find_saves(run.out / "checkpoints")[0]
     assert newest.step == run.rows()[-1]["step"]
+
+
+def test_one_of_two_processes_is_killed_and_the_run_goes_on(options):
+    """First by the same command, then by one process with as many devices: one run."""
+    folder = options.out.parent
+    plain = dataclasses.replace(options, dropout=0.0, steps=100_000, eval_every=0, save_every=1)
+    one = dataclasses.replace(plain, out=folder / "one-process")
+    two = dataclasses.replace(plain, out=folder / "two-processes")
+
+    def wait_for_rows(process, number):
+        for _ in range(1200):
+            if process.poll() is not None or len(read_rows_so_far(two.out)) >= number:
+                break
+            time.sleep(0.05)
+        assert process.poll() is None, process.communicate()[1]
+
+    process = launched("-m", "scripts.train", *flags(two))
+    wait_for_rows(process, 4)
+    os.kill(last_child(process), signal.SIGKILL)
+    begun = time.monotonic()
+    code, _, errors = finish(process, within=60)
+    assert time.monotonic() - begun < 60
+    assert code == 137
+    assert "process 1 was killed by SIGKILL; all were stopped" in errors
+
+    before = saves.find_saves(two.out / "checkpoints")[0].step
+    process = launched("-m", "scripts.train", *flags(two))
+    wait_for_rows(process, len(read_rows_so_far(two.out)) + 3)
+    process.send_signal(signal.SIGTERM)
+    code, said, errors = finish(process, within=60)
+    assert code == 0, errors
+    assert f"going on after step {before}, from " in said
+    stopped = saves.find_saves(two.out / "checkpoints")[0].step
+    assert stopped == read_rows(two.out)[-1]["step"] > before
+
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, stopped + 3)
+        main(two)  # this one process
+        main(one)
+    assert read_rows(two.out)[-1]["step"] > stopped
+    pairs = zip(numbers(two.out), numbers(one.out), strict=False)
+    for found, expected in pairs:
+        for name in ("loss", "grad_norm", "lr"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-4), name
