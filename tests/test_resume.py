@@ -284,8 +284,8 @@ def kill_and_compare(options, folder, kills):
     reference.wait_for_rows(len(killed.rows()))
     reference.end(signal.SIGTERM)
     found, expected = numbers(killed.out), numbers(reference.out)
-    assert len(found) > 4 * kills
     assert found == expected[: len(found)]
+    assert len(found) > 2 * kills  # the kills did not keep it from going on
 
 
 def test_killed_at_random_moments(options, tmp_path):

@@ -18,12 +18,14 @@ from zerojax.stage import Stage
 from zerojax.state import TrainState
 from zerojax.step import Step, make_eval_step, make_train_step
 from zerojax.targets import target
+from zerojax.unsharded import Comparison, check_against_unsharded
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Audit",
     "Checkpointer",
+    "Comparison",
     "LossFn",
     "Plan",
     "Precision",
@@ -33,6 +35,7 @@ __all__ = [
     "apply_layer",
     "audit",
     "audit_compiled",
+    "check_against_unsharded",
     "compare",
     "draw",
     "init_state",
