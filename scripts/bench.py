@@ -5,6 +5,7 @@ All programs train the same model on the same batch; they are timed in turn, one
 after round, so that a noisy machine disturbs all alike. What counts are the ratios.
 
   make bench ARGS="--rounds 30 --batch 64"
+  make bench ARGS=--checkpoint
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax as zj
 from models import transformer
 from models.transformer import TransformerConfig
+from scripts.bench_saves import print_saves, time_saves
 from scripts.mesh import make_mesh
 from scripts.text import check_batch
 from scripts.train import check_least, make_plan
@@ -50,6 +52,10 @@ class Options:
     """Rows of the global batch, a multiple of devices."""
     rounds: int = 20
     """Timed rounds, 2 or more; each runs every program once."""
+    checkpoint: bool = False
+    """Time saves of --params-mb of parameters in place of steps."""
+    params_mb: int = 256
+    """MB of fp32 parameters that --checkpoint saves, with Adam's moments of twice as much."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,8 +197,11 @@ def main(options: Options) -> dict[str, float]:
 
     Raises ValueError for a user's mistake.
     """
-    least = {"layers": 1, "seq": 1, "devices": 1, "batch": 1, "rounds": 2}
+    least = {"layers": 1, "seq": 1, "devices": 1, "batch": 1, "rounds": 2, "params_mb": 1}
     check_least(options, least)
+    if options.checkpoint:
+        seconds = time_saves(make_mesh(options.devices), options.params_mb, options.rounds)
+        return {"blocked": print_saves(seconds, options.params_mb)}
     config = transformer.PRESETS[options.model]
     changes = {"num_layers": options.layers, "seq_len": options.seq}
     given = {name: size for name, size in changes.items() if size is not None}

@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run leaves behind: the screen, the files, and a summary of both."""
+"""What a training run says: the screen, its summary, and its answer to signals."""
 
 import contextlib
 import dataclasses
-import importlib
-import json
 import math
 import resource
 import signal
 import sys
-import tempfile
 import textwrap
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -51,12 +46,14 @@ class Summary:
     tokens: int = 0
     tokens_per_second: float = 0.0  # over the recent steps; the first step compiles
     skipped: int = 0
+    first: int = 1  # the first step of this process, which compiles
     stopped_early: bool = False
+    signal: int = 0  # the one that stopped it
     sample: str = ""
 
     def add(self, row: Row) -> None:
         """Count the row of a step in."""
-        if row["step"] == 2:  # the first one compiled
+        if row["step"] == self.first + 1:  # the first one compiled
             self.recent.clear()
         self.recent.append(row)
         self.steps = int(row["step"])
@@ -67,6 +64,12 @@ class Summary:
         self.loss = sum(losses) / len(losses) if losses else math.nan
         weight = sum(each["weight"] for each in self.recent)
         self.tokens_per_second = weight / sum(each["seconds"] for each in self.recent)
+
+    def numbers(self) -> Row:
+        """Return what a run that goes on must know; those that are not there yet are left out."""
+        numbers = {name: getattr(self, name) for name in ("steps", "tokens", "skipped")}
+        losses = {name: getattr(self, name) for name in ("loss", "val_loss")}
+        return numbers | {name: x for name, x in losses.items() if math.isfinite(x)}
 
     @property
     def seconds_per_step(self) -> float:
@@ -90,21 +93,32 @@ def raise_if_not_finite(row: Row) -> None:
         raise FloatingPointError(f"step {step}: loss {loss} and grad_norm {grad_norm}; {remedy}")
 
 
+class Stop(threading.Event):
+    """Set when the run is to stop, by the signal of that number."""
+
+    number = 0
+
+
 @contextlib.contextmanager
-def stop_on_ctrl_c(answer: Callable[[], None]) -> Iterator[threading.Event]:
-    """Yield an event that the first Ctrl-C sets, with an answer; the second ends the process."""
-    stop = threading.Event()
+def stop_on_signals(answer: Callable[[int], None]) -> Iterator[Stop]:
+    """Yield an event that the first Ctrl-C or SIGTERM sets; a second one ends the process."""
+    stop = Stop()
 
-    def first_press(*_: object) -> None:
+    def first(number: int, _: object) -> None:
+        stop.number = number
         stop.set()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        answer()
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
+        answer(number)
 
-    before = signal.signal(signal.SIGINT, first_press)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, first)
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def ask_all(stop: threading.Event, state: zj.TrainState, step: zj.Step) -> Callable[[], bool]:
@@ -194,10 +208,12 @@ class Screen:
         else:
             self.bar.update(self.task, description=text, refresh=True)
 
-    def say_stopping(self) -> None:
-        """Answer the first Ctrl-C; the second leaves no time to bring the cursor back."""
+    def say_stopping(self, number: int) -> None:
+        """Answer the first signal; a second leaves no time to bring the cursor back."""
         self.console.show_cursor()
-        self.say("stopping after this step; press Ctrl-C again to quit at once")
+        again = "press Ctrl-C again to quit at once"
+        why = again if number == signal.SIGINT else f"{signal.Signals(number).name} received"
+        self.say(f"saving after this step, then stopping; {why}")
 
     def legend(self) -> None:
         """Say what the numbers of a row are."""
@@ -228,61 +244,3 @@ class Screen:
         elif not self.bar.disable or summary.steps % self.log_every:
             return
         self.say("  ".join([f"step {summary.steps:5d}/{self.steps}", *numbers]))
-
-
-class Files:
-    """The files of a run in the folder `out`; an earlier run's are kept under the next number.
-
-    Only process 0 writes. The folder is made at once, and OSError raised if it cannot be written
-    to; nothing in it is moved or written before the first row, so that a run that fails before
-    leaves earlier logs as they were.
-    """
-
-    def __init__(self, out: Path, options: Mapping[str, Any], say: Callable[[str], None]):
-        self.out = out
-        self.options = options
-        self.say = say
-        self.rows = None  # the open metrics.jsonl
-        self.board = None  # TensorBoard's writer, if installed
-        self.opened = contextlib.ExitStack()
-        if jax.process_index() == 0:
-            try:
-                out.mkdir(parents=True, exist_ok=True)
-                tempfile.TemporaryFile(dir=out).close()
-            except OSError as error:
-                why = f"cannot write to the folder {out} ({error.strerror})"
-                raise OSError(f"--out: {why}; give another") from error
-
-    def __enter__(self) -> "Files":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.opened.close()
-
-    def row(self, row: Row) -> None:
-        """Write the row of a step; what is not finite is `null`."""
-        if jax.process_index() > 0:
-            return
-        if self.rows is None:
-            self.rows = self.open()
-        valid = {name: x if math.isfinite(x) else None for name, x in row.items()}
-        print(json.dumps(valid, allow_nan=False), file=self.rows, flush=True)
-        if self.board:
-            for name, x in row.items():
-                self.board.add_scalar(name, x, int(row["step"]))
-
-    def open(self) -> TextIO:
-        """Rename the files of an earlier run, start new ones, and return the open metrics.jsonl."""
-        number = 1 + len(list(self.out.glob("metrics.*.jsonl")))
-        for name in ("metrics.jsonl", "options.json", "tensorboard"):
-            path = self.out / name
-            if path.exists():
-                kept = path.rename(self.out / f"{path.stem}.{number}{path.suffix}")
-                self.say(f"{path} of an earlier run is now {kept}")
-        options = json.dumps(self.options, indent=2, default=str)
-        (self.out / "options.json").write_text(options + "\n", encoding="utf-8")
-        with contextlib.suppress(ImportError):
-            tensorboard = importlib.import_module("tensorboardX")
-            self.board = tensorboard.SummaryWriter(str(self.out / "tensorboard"))
-            self.opened.callback(self.board.close)
-        return self.opened.enter_context((self.out / "metrics.jsonl").open("w", encoding="utf-8"))

@@ -2,11 +2,8 @@
 """Train a transformer on text: `python -m scripts.train`, on GPUs or on simulated devices."""
 
 import dataclasses
-import math
+import signal
 import sys
-import time
-from collections import deque
-from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,27 +13,32 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh
 
 import zerojax as zj
 from models import transformer
 from models.transformer import TransformerConfig
-from scripts.log import Files, Screen, Summary, ask_all, raise_if_not_finite, stop_on_ctrl_c, wrap
+from scripts.files import Files
+from scripts.log import Screen, Summary, wrap
+from scripts.loop import run
 from scripts.mesh import make_mesh
+from scripts.sample import generate
 from scripts.text import Bytes, TokenizerFile, check_batch, make_batches, read_text, split_text
+from scripts.weights import read_initial
 from zerojax.hosts import leave
-
-Batch = dict[str, np.ndarray]
 
 # The least that an option may be.
 LEAST = {"layers": 1, "seq": 1, "vocab": 1, "devices": 1, "steps": 1, "batch": 1, "microbatches": 1}
 LEAST |= {"log_every": 1, "eval_batches": 1, "warmup": 0, "eval_every": 0, "sample": 0}
+LEAST |= {"save_every": 0, "keep": 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Train a transformer on text with ZeRO; Ctrl-C stops after the running step."""
+    """Train a transformer on text with ZeRO.
+
+    Ctrl-C and SIGTERM save after the running step; the same command goes on from the newest save.
+    """
 
     model: Literal[*transformer.PRESETS] = "tiny"  # pyright: ignore[reportInvalidTypeForm]
     """Preset of models/transformer.py."""
@@ -80,8 +82,14 @@ class Options:
     """Files and folders of text (none: the Python standard library's source)."""
     tokenizer: Path | None = None
     """A tokenizer.json (None: bytes are the tokens)."""
+    init_from: Path | None = None
+    """A .safetensors file of weights to start from, as scripts/export.py makes (None: random)."""
     out: Path = Path("out/train")
-    """Folder of metrics.jsonl, options.json and, if installed, TensorBoard's log; old ones stay."""
+    """Folder of saves, from which the run goes on, and of its logs (TensorBoard's if installed)."""
+    save_every: int = 300
+    """Steps between saves; 0: only at the end, or when stopped."""
+    keep: int = 2
+    """How many of the latest saves to keep, beside the best by validation."""
     log_every: int = 20
     """Steps between printed lines when the output is no terminal, and in averages of speed."""
     eval_every: int = 300
@@ -143,97 +151,6 @@ def make_optimizer(options: Options) -> tuple[optax.GradientTransformation, np.n
     return optax.chain(clip, adamw), np.asarray(jax.vmap(schedule)(jnp.arange(options.steps)))
 
 
-def run_steps(
-    step: zj.Step, state: zj.TrainState, batches: Iterator[Batch], options: Options, stop
-) -> Iterator[tuple[int, dict[str, jax.Array], zj.TrainState | None]]:
-    """Yield (number, metrics, None) of each step once the next one is under way.
-
-    So the device never waits for whoever reads the metrics. Only a step that is to be validated,
-    and the last one, are yielded at once, with the state that they led to.
-    """
-    every = options.eval_every or options.steps
-    unread = None
-    for number in range(1, options.steps + 1):
-        told_to_stop = ask_all(stop, state, step)
-        state, metrics = step(state, zj.shard_batch(next(batches), step.plan))
-        if unread:
-            yield unread
-        if told_to_stop() or number == options.steps:
-            yield number, metrics, state
-            return
-        if number % every == 0:
-            yield number, metrics, state
-            unread = None
-        else:
-            unread = number, metrics, None
-
-
-def evaluate(eval_step: zj.Step, state: zj.TrainState, batches: Sequence[Batch]) -> float:
-    """Return the mean loss per token over all batches."""
-    run = partial(eval_step, state)
-    results = [jax.device_get(run(zj.shard_batch(batch, eval_step.plan))) for batch in batches]
-    losses, weights = zip(*[(float(x["loss"]), float(x["weight"])) for x in results], strict=True)
-    return float(np.average(losses, weights=weights))
-
-
-def train(
-    options: Options,
-    config: TransformerConfig,
-    plan: zj.Plan,
-    batches: Iterator[Batch],
-    validation: Sequence[Batch],
-    rates: np.ndarray,
-    screen: Screen,
-    files: Files,
-) -> tuple[zj.TrainState, Summary]:
-    """Run, log and validate the steps; raise FloatingPointError for a loss that is not finite."""
-    step = zj.make_train_step(
-        partial(transformer.loss_fn, config),
-        plan,
-        microbatches=options.microbatches,
-        skip_nonfinite=options.skip_nonfinite,
-    )
-    eval_step = zj.make_eval_step(partial(transformer.eval_loss_fn, config), plan)
-    state = zj.init_state(plan, jax.random.key(options.seed))
-    summary = Summary(recent=deque(maxlen=options.log_every))
-    with files, screen, stop_on_ctrl_c(screen.say_stopping) as stop:
-        screen.wait("compiling the step ...")
-        start = time.perf_counter()
-        steps = run_steps(step, state, batches, options, stop)
-        for number, metrics, state in steps:
-            row = {"step": number, **jax.tree.map(float, jax.device_get(metrics))}  # waits for it
-            row["lr"] = float(rates[summary.steps - summary.skipped])  # a skip takes no rate
-            row["tokens"] = summary.tokens + int(row["weight"])
-            row["seconds"] = time.perf_counter() - start
-            start = time.perf_counter()
-            every = options.eval_every or options.steps
-            if state is not None and (number == options.steps or number % every == 0):
-                if math.isnan(summary.val_loss):
-                    screen.wait("compiling the validation ...")
-                row["val_loss"] = evaluate(eval_step, state, validation)
-                start = time.perf_counter()
-            summary.add(row)
-            files.row(row)
-            screen.row(row, summary)
-            raise_if_not_finite(row)
-    assert state is not None  # the last step comes with its state
-    summary.stopped_early = summary.steps < options.steps
-    return state, summary
-
-
-def generate(options: Options, config, params, prompt: list[int], vocab_size: int) -> list[int]:
-    """Draw `options.sample` more tokens at temperature 0.8; the fixed window compiles once."""
-    run = jax.jit(lambda params, window_T: transformer.logits(config, params, window_T[None])[0])
-    whole = jax.device_put(process_allgather(params, tiled=True), jax.local_devices()[0])
-    tokens = list(prompt)
-    for key in jax.random.split(jax.random.key(options.seed), options.sample):
-        window = tokens[-config.seq_len :]
-        window_T = np.array(window + [0] * (config.seq_len - len(window)), np.int32)
-        logits_V = np.asarray(run(whole, window_T))[len(window) - 1, :vocab_size]
-        tokens.append(int(jax.random.categorical(key, logits_V / 0.8)))
-    return tokens[len(prompt) :]
-
-
 def main(options: Options) -> Summary:
     """Train; raises ValueError or OSError for a user's mistake, FloatingPointError for a NaN."""
     zj.start_hosts()
@@ -246,6 +163,7 @@ def main(options: Options) -> Summary:
     optimizer, rates = make_optimizer(options)
     how = {name: getattr(options, name) for name in ("stage", "precision", "partitioner")}
     plan = make_plan(config, optimizer, mesh, **how)
+    given = read_initial(options.init_from, plan)
     check_batch(options.batch, mesh.size, options.microbatches)
 
     text = read_text(options.data, tokenizer, config.vocab_size)
@@ -264,7 +182,7 @@ def main(options: Options) -> Summary:
     screen.say(f"text: {text}\nrows of {config.seq_len} tokens: {rows}")
     screen.say(f"log: {options.out / 'metrics.jsonl'}, a row for every step\n\n{plan}\n")
     screen.legend()
-    state, summary = train(options, config, plan, batches, validation, rates, screen, files)
+    state, summary = run(options, config, plan, given, batches, validation, rates, screen, files)
 
     if options.sample and not summary.stopped_early:
         prompt = held_out[0]["tokens"][:32].tolist()
@@ -274,13 +192,15 @@ def main(options: Options) -> Summary:
         screen.say(wrap("prompt:    ", tokenizer.decode(prompt)))
         screen.say(wrap("continues: ", tokenizer.decode(more)))
     screen.say(f"\n{zj.memory_report(plan, state)}\n\n{summary}")
+    if summary.stopped_early:
+        screen.say(f"saved in {options.out / 'checkpoints'}; the same command goes on from there")
     return summary
 
 
 if __name__ == "__main__":  # exit codes: 2 a user's mistake, 1 a loss not finite, 130 Ctrl-C
     try:
-        stopped = main(tyro.cli(Options, prog="python -m scripts.train")).stopped_early
-        sys.exit(130 if stopped else 0)
+        summary = main(tyro.cli(Options, prog="python -m scripts.train"))
+        sys.exit(130 if summary.stopped_early and summary.signal == signal.SIGINT else 0)
     except KeyboardInterrupt:  # before the first step, or while the sample is drawn
         print("interrupted", file=sys.stderr)
         leave(130)

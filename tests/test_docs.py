@@ -23,9 +23,10 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*
 MODULES = [f"zerojax.{path.stem}" for path in sorted((ROOT / "zerojax").glob("[!_]*.py"))]
 
 
-def test_readme_snippet_runs(capsys):
+def test_readme_snippet_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     scope = {}
     exec(compile(blocks[0], "README.md", "exec"), scope)
     assert float(scope["metrics"]["loss"]) < 0.9
@@ -37,6 +38,8 @@ def test_readme_snippet_runs(capsys):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0]
+    exec(compile(blocks[2], "README.md", "exec"), scope | {"batch": batch})
+    assert sorted(x.name for x in (tmp_path / "out/checkpoints").iterdir()) == [".lock", "15", "20"]
     printed = capsys.readouterr().out
     assert "stage 3 over 8 devices" in printed
     assert max(map(len, printed.splitlines())) <= 100

@@ -21,7 +21,7 @@ import zerojax as zj
 from scripts import launch
 from scripts.log import wrap
 from scripts.train import Options, main
-from tests import hosts_program
+from tests import hosts_program, toy
 from zerojax import hosts
 
 ROOT = Path(__file__).parents[1]
@@ -183,7 +183,8 @@ def test_one_interrupted_process_stops_all_at_one_step(options):
     code, printed, errors = finish(process, within=60)
     rows = read_rows(options.out)
     assert code == 130, errors
-    assert f"stopped early after {len(rows)} steps" in printed.splitlines()[-1]
+    assert f"stopped early after {len(rows)} steps" in printed.splitlines()[-2]
+    assert (options.out / "checkpoints" / str(len(rows))).is_dir()
     assert not [x for x in printed.splitlines() if x.startswith("[1] ") and "Gloo" not in x]
 
 
@@ -198,6 +199,34 @@ def test_training_validation_and_sample_are_those_of_one_process(options, tmp_pa
             assert row[name] == pytest.approx(expected[name], rel=1e-4), name
     assert wrap("continues: ", summary.sample[-40:]).splitlines()[-1] in printed
     assert f"{'params':<16}  " in printed
+
+
+def test_saved_on_one_process_restored_on_two_and_back(tmp_path):
+    """Bit for bit, with a damaged file that one process finds and all go by."""
+    plan = toy.make_plan(8, stage=3, precision="bf16_master")
+    step = zj.make_train_step(toy.loss_fn, plan)
+    state = zj.init_state(plan, jax.random.key(toy.KEY))
+    state, _ = step(state, zj.shard_batch(next(toy.batches("unequal")), plan))
+    with zj.Checkpointer(tmp_path / "one", plan) as checkpoints:
+        checkpoints.save(state, data=hosts_program.Reader(7))
+    saved = hosts_program.saved_leaves(plan, state)
+    code, _, errors = finish(launched("-m", "tests.hosts_program", "saves", tmp_path), within=240)
+    assert code == 0, errors
+
+    def assert_same(found, expected):
+        assert found.keys() == set(expected)
+        for name, x in found.items():
+            np.testing.assert_array_equal(x, expected[name].view(x.dtype), err_msg=name)
+
+    assert_same(saved, np.load(tmp_path / "restored.npz"))
+    for num_devices, stage in ((8, 3), (2, 0)):
+        here = toy.make_plan(num_devices, stage=stage, precision="bf16_master")
+        reader = hosts_program.Reader(0)
+        state = zj.restore(tmp_path / "two", here, data=reader)
+        assert (reader.at, int(state.step)) == (9, 4)
+        assert_same(hosts_program.saved_leaves(here, state), np.load(tmp_path / "last.npz"))
+    with pytest.raises(ValueError, match=r"at different places on the 2 processes .*here are 1\."):
+        zj.restore(tmp_path / "apart", here, data=reader)
 
 
 def run_plain(tmp_path, source, *signals, within=30):

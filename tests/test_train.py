@@ -6,6 +6,7 @@ import doctest
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,8 @@ import tyro
 
 from models import transformer
 from scripts import log
-from scripts.log import Files, Screen, Summary, stop_on_ctrl_c, wrap
+from scripts.files import Files
+from scripts.log import Screen, Summary, stop_on_signals, wrap
 from scripts.train import Options, main, make_config
 
 ROOT = Path(__file__).parents[1]
@@ -107,7 +109,9 @@ def test_the_summary(options, stage_3):
 
 
 def test_an_old_log_is_kept_and_the_output_is_plain(options, stage_3, capsys, monkeypatch):
+    """A log without a save is of a run that cannot go on."""
     before = (options.out / "metrics.jsonl").read_bytes()
+    shutil.rmtree(options.out / "checkpoints")
     board = types.SimpleNamespace(rows=[], closed=False)
     board.add_scalar = lambda *row: board.rows.append(row)
     board.close = lambda: setattr(board, "closed", True)
@@ -245,22 +249,26 @@ def test_ctrl_c_finishes_the_step_and_says_so(folder):
         process.kill()
     assert process.returncode == 130
     rows = read_rows(out)
-    last = printed.splitlines()[-1]
+    *_, last, saved = printed.splitlines()
     assert last.startswith(f"stopped early after {len(rows)} steps, 0 of them skipped: loss ")
     assert "validation" not in last
-    assert "stopping after this step; press Ctrl-C again to quit at once" in printed
+    assert saved == f"saved in {out}/checkpoints; the same command goes on from there"
+    assert (out / "checkpoints" / str(len(rows))).is_dir()
+    assert "saving after this step, then stopping; press Ctrl-C again to quit at once" in printed
     assert "bytes per device" in printed
 
 
-def test_a_second_ctrl_c_meets_the_default_handler():
-    said, before = [], signal.getsignal(signal.SIGINT)
-    with stop_on_ctrl_c(lambda: said.append("stopping")) as stop:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_meets_the_default_handler(number):
+    said, before = [], signal.getsignal(number)
+    with stop_on_signals(said.append) as stop:
         assert not stop.is_set()
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
         assert stop.wait(timeout=10)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-    assert said == ["stopping"]
-    assert signal.getsignal(signal.SIGINT) is before
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert said == [number] == [stop.number]
+    assert signal.getsignal(number) is before
 
 
 def test_the_last_line_says_no_more_than_there_is():

@@ -16,6 +16,11 @@ def leaf_path(path: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
+def is_below(path: str, name: str) -> bool:
+    """Whether the path is the name, or lies in the tree of that name."""
+    return path == name or path.startswith(f"{name}/")
+
+
 def matches(paths: Sequence[str], rule: PathRule, argument: str) -> list[bool]:
     """For every path, whether the rule names it, or names a tree above it.
 
@@ -36,15 +41,12 @@ def matches(paths: Sequence[str], rule: PathRule, argument: str) -> list[bool]:
     if callable(rule):
         return [bool(rule(path)) for path in paths]
 
-    def below(path: str, name: str) -> bool:
-        return path == name or path.startswith(f"{name}/")
-
     names = [name.strip("/") for name in rule]
     for name in names:
-        if not any(below(path, name) for path in paths):
+        if not any(is_below(path, name) for path in paths):
             tops = ", ".join(sorted({path.split("/")[0] for path in paths}))
             raise ValueError(
                 f"{argument} names {name!r}, but no parameter has that path or one below it. "
                 f"The parameters begin with: {tops}."
             )
-    return [any(below(path, name) for name in names) for path in paths]
+    return [any(is_below(path, name) for name in names) for path in paths]

@@ -62,15 +62,25 @@ def new_state(
 
     The master copy is taken before the parameters are rounded to their dtype at rest.
     """
-    init_key, run_key = jax.random.split(key)
-    initial = init_params(init_key)
+    initial = init_params(jax.random.split(key)[0])
     params = jax.tree.map(lambda x: cast(x, precision.params), initial)
-    master, optimized = None, select(params, trained)
+    master = None
     if precision.master is not None:
         master = jax.tree.map(lambda x: cast(x, precision.master), select(initial, trained))
-        optimized = master
-    opt_state = strong(optimizer.init(optimized))
-    return TrainState(jnp.zeros((), jnp.int32), strong(params), opt_state, run_key, strong(master))
+    step, opt_state, run_key = complete(optimizer, trained, params, master, key)
+    return TrainState(step, strong(params), opt_state, run_key, strong(master))
+
+
+def complete(
+    optimizer: optax.GradientTransformation,
+    trained: Sequence[bool],
+    params: PyTree,
+    master: PyTree,
+    key: jax.Array,
+) -> tuple[jax.Array, PyTree, jax.Array]:
+    """What step 0 has beside its parameters: the step, the optimizer state and the run's key."""
+    opt_state = optimizer.init(select(params, trained) if master is None else master)
+    return jnp.zeros((), jnp.int32), strong(opt_state), jax.random.split(key)[1]
 
 
 def strong(tree: PyTree) -> PyTree:

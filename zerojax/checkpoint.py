@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Save a state while training goes on, and restore the newest save."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from zerojax import saves
+from zerojax.checks import check_plan, check_runs, check_state
+from zerojax.entries import ITEMS, DataIterator, data_states, entries
+from zerojax.plan import Plan
+from zerojax.restore import restore_newest
+from zerojax.saves import Save, find_saves
+from zerojax.state import TrainState
+
+
+class Checkpointer:
+    """Saves the states of one run into a folder, asynchronously.
+
+    A save is complete or not there: killed at any moment, a run resumes from the newest complete
+    one. Every process of the run makes a Checkpointer of the same folder, which all can reach.
+
+    Args:
+      folder: the run's own; made if missing. What an earlier run left unfinished is removed.
+      plan: from `make_plan`; the states saved are of this plan.
+      keep_latest: how many of the newest saves to keep.
+      keep_best: the name of a metric; the save with the smallest is kept too.
+
+    Raises:
+      OSError: the folder cannot be written to, or another run saves to it.
+      ValueError: an argument is not of its kind, or two leaves have one path.
+
+    Example:
+      >>> import tempfile, optax, zerojax as zj
+      >>> init = lambda key: {"w": jax.random.normal(key, (16, 64))}
+      >>> plan = zj.make_plan(init, optax.adam(1e-3), zj.make_mesh(8), stage=3)
+      >>> folder = tempfile.mkdtemp()
+      >>> with Checkpointer(folder, plan) as checkpoints:
+      ...     state = checkpoints.restore() or zj.init_state(plan, jax.random.key(0))
+      ...     checkpoints.save(state)
+      >>> other = zj.make_plan(init, optax.adam(1e-3), zj.make_mesh(2), stage=1)
+      >>> again = zj.restore(folder, other)
+      >>> (int(again.step), again.params["w"].addressable_shards[0].data.shape)
+      (0, (16, 64))
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        plan: Plan,
+        *,
+        keep_latest: int = 2,
+        keep_best: str | None = None,
+    ):
+        check_plan(plan)
+        check_runs(plan)
+        if keep_latest < 1:
+            raise ValueError(f"keep_latest is {keep_latest}; keep 1 save or more.")
+        keys = [entry[:2] for entry in entries(plan, plan.abstract_state)]
+        if twice := sorted({key for key in keys if keys.count(key) > 1}):
+            raise ValueError(
+                f"two leaves have the path {twice[0][1]!r}: a name in the tree holds a '/'. "
+                "Rename it, or one would overwrite the other."
+            )
+        self.folder, self.plan = saves.local_path(folder), plan
+        self.keep_latest, self.keep_best = keep_latest, keep_best
+        self._lock = saves.open_folder(self.folder) if jax.process_index() == 0 else None
+        self._about = _about(plan)
+        self._saving: tuple[Path, dict[str, Any]] | None = None
+        options = ocp.options.AsyncOptions(post_finalization_callback=self._seal)
+        handler = ocp.CompositeCheckpointHandler(*ITEMS)
+        self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
+
+    def save(
+        self,
+        state: TrainState,
+        *,
+        data: DataIterator | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Begins to save and returns; the state may be donated to the next step at once.
+
+        It waits for the save before, if that is not complete. A step that is saved already is not
+        saved again.
+
+        Args:
+          state: of the plan; its `step` names the save.
+          data: the iterator of batches, saved as the dict that its `get_state()` returns.
+          metrics: numbers of this step, among them that of `keep_best`.
+
+        Raises:
+          OSError: the save before could not be written; earlier ones are as they were.
+          ValueError: the state is not of the plan, or the folder has newer saves.
+        """
+        check_state(self.plan, state)
+        self.wait()
+        step = int(state.step)
+        target = self.folder / str(step)
+        newest = max((s.step for s in self.saves()), default=-1)
+        if newest == step:
+            return
+        if newest > step:
+            raise ValueError(
+                f"{self.folder} holds a save of step {newest}, newer than this one of step {step}: "
+                "a run goes on from its newest save. Give this run a folder of its own."
+            )
+        manifest = {
+            "step": step,
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "metrics": {name: float(x) for name, x in (metrics or {}).items()},
+            "data": None if data is None else data_states(data),
+            **self._about,
+        }
+        found = [entry for entry in entries(self.plan, state) if entry.array.size]  # Orbax: not 0
+        trees = {item: {x.key: x.array for x in found if x.item == item} for item in ITEMS}
+        args = {item: ocp.args.PyTreeSave(tree) for item, tree in trees.items() if tree}
+        self._saving = Path(f"{target}{saves.WRITING}"), manifest
+        with _naming(target):
+            self._orbax.save(target, args=ocp.args.Composite(**args))
+
+    def restore(self, *, data: DataIterator | None = None) -> TrainState | None:
+        """The state of the newest save that is whole, on the plan; None if there is no save.
+
+        A damaged save is reported by a warning and set aside under another name. `data` goes on
+        from where it was. Raises as `restore` does.
+        """
+        self.wait()
+        if not self.saves():
+            return None
+        return restore_newest(self.folder, self.plan, data, aside=True)
+
+    def saves(self) -> list[Save]:
+        """The complete saves, the newest first."""
+        try:
+            return find_saves(self.folder)
+        except FileNotFoundError:
+            return []
+
+    def wait(self) -> None:
+        """Returns when the last save is complete. Raises OSError if it could not be written."""
+        if self._saving is None:
+            return
+        try:
+            with _naming(self._saving[0]):
+                self._orbax.wait_until_finished()
+        finally:
+            unfinished, self._saving = self._saving[0], None
+            if jax.process_index() == 0 and unfinished.exists():
+                shutil.rmtree(unfinished)
+        if jax.process_index() == 0:
+            saves.prune(self.folder, self.keep_latest, self.keep_best)
+
+    def check(self) -> None:
+        """Raises OSError if the save under way has failed; waits for nothing."""
+        if self._saving is not None:
+            with _naming(self._saving[0]):
+                self._orbax.check_for_errors()
+
+    def close(self) -> None:
+        """Waits for the last save, and lets other runs have the folder."""
+        try:
+            self.wait()
+        finally:
+            self._orbax.close()
+            if self._lock is not None:
+                self._lock.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _seal(self) -> None:
+        """Called on process 0 when all arrays are written, before the folder gets its name."""
+        assert self._saving is not None
+        saves.seal(*self._saving)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Raises OSError, which names the save, for whatever Orbax or the file system raises."""
+    try:
+        yield
+    except Exception as error:
+        what = str(error).strip().splitlines()
+        said = f"{type(error).__name__}: {what[0] if what else 'no reason given'}"
+        path = path.with_name(path.name.removesuffix(saves.WRITING))
+        raise OSError(
+            getattr(error, "errno", None) or 0,
+            f"{path}: this save could not be written ({said}); earlier saves are as they were. "
+            "Make room or permission there, or give another folder",
+        ) from error
+
+
+def _about(plan: Plan) -> dict[str, Any]:
+    """What the manifests of all saves of a plan have in common."""
+    leaves: dict[str, dict[str, Any]] = {item: {} for item in ITEMS}
+    for item, key, array in entries(plan, plan.abstract_state):
+        spec = [list(x) if isinstance(x, tuple) else x for x in array.sharding.spec]
+        leaves[item][key] = {"shape": list(array.shape), "dtype": str(array.dtype), "spec": spec}
+    dtypes = {name: str(x and jax.numpy.dtype(x)) for name, x in vars(plan.precision).items()}
+    libraries = ("zerojax", "jax", "optax", "orbax-checkpoint")
+    return {
+        "format": saves.FORMAT,
+        "versions": {name: version(name) for name in libraries},
+        "plan": {
+            "stage": plan.stage.number,
+            "partitioner": type(plan.partitioner).__name__.lower(),
+            "mesh": dict(plan.mesh.shape),
+            "processes": jax.process_count(),
+            "precision": dtypes,
+        },
+        "leaves": leaves,
+    }
