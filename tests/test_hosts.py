@@ -40,12 +40,21 @@ def launched(*command, grace=1, num_processes=2):
     )
 
 
+def children(process):
+    """The numbers of a launcher's processes."""
+    lines = subprocess.check_output(["ps", "-A", "-o", "ppid=,pid="], text=True).splitlines()
+    pairs = [line.split() for line in lines]
+    return sorted(int(child) for parent, child in pairs if int(parent) == process.pid)
+
+
 def finish(process, within):
     """Exit code, output and errors; whatever still runs after so many seconds fails the test."""
     try:
         printed, errors = process.communicate(timeout=within)
-    finally:
-        process.kill()
+    except subprocess.TimeoutExpired:
+        for number in [*children(process), process.pid]:
+            os.kill(number, signal.SIGKILL)
+        raise
     return process.returncode, printed, errors
 
 
@@ -65,13 +74,6 @@ def by_hand(index, what, port, **more):
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def last_child(process):
-    """The number of a launcher's last process."""
-    lines = subprocess.check_output(["ps", "-A", "-o", "ppid=,pid="], text=True).splitlines()
-    pairs = [line.split() for line in lines]
-    return max(int(child) for parent, child in pairs if int(parent) == process.pid)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +139,7 @@ def test_the_error_of_one_process_stops_all_and_is_shown_last(what):
     process = launched("-m", "tests.hosts_program", what)
     if what == "idle":
         assert "[1] running\n" in process.stdout  # reads until there
-        os.kill(last_child(process), signal.SIGKILL)
+        os.kill(children(process)[-1], signal.SIGKILL)
     start = time.monotonic()
     code, _, errors = finish(process, within=60)
     assert time.monotonic() - start < 30
@@ -177,7 +179,7 @@ def test_one_interrupted_process_stops_all_at_one_step(options):
         if log.exists() and len(read_rows(options.out)) > 3:
             break
         time.sleep(0.1)
-    os.kill(last_child(process), signal.SIGINT)  # alone; process 0 is told nothing
+    os.kill(children(process)[-1], signal.SIGINT)  # alone; process 0 is told nothing
     code, printed, errors = finish(process, within=60)
     rows = read_rows(options.out)
     assert code == 130, errors
@@ -250,12 +252,16 @@ print("up", flush=True)
 while not heard:
     time.sleep(0.01)
 time.sleep(0.2)
-print(me, "heard", len(heard), flush=True)
+own = os.getpgrp() == os.getpid()  # the terminal's Ctrl-C would come besides
+print(me, "heard", len(heard), "in its own group", own, flush=True)
 sys.exit(128 + {int(number)})
 """
     code, printed, errors = run_plain(tmp_path, source, number)
     assert code == 128 + number
-    assert sorted(printed.splitlines()) == ["0 heard 1", "[1] 1 heard 1"]
+    assert sorted(printed.splitlines()) == [
+        "0 heard 1 in its own group True",
+        "[1] 1 heard 1 in its own group True",
+    ]
     assert not errors
 
 

@@ -69,7 +69,7 @@ def start_hosts(
     asked = (address, num_processes, process_id)
     if jax.distributed.is_initialized():
         joined = _JOINED[-1] if _JOINED else asked
-        if any(new not in (None, old) for new, old in zip(asked, joined, strict=True)):
+        if any(None not in pair and pair[0] != pair[1] for pair in zip(asked, joined, strict=True)):
             raise ValueError(
                 f"start_hosts{asked}: this process already joined as {joined}. Restart it, or "
                 "leave the arguments as they were."
