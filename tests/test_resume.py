@@ -17,7 +17,7 @@ import pytest
 import zerojax as zj
 from scripts.files import Files
 from scripts.train import Options, main
-from tests.test_hosts import finish, flags, last_child, launched
+from tests.test_hosts import children, finish, flags, launched
 from tests.test_train import ROOT, TEXT, command, read_rows
 from zerojax import saves
 
@@ -327,7 +327,7 @@ def test_one_of_two_processes_is_killed_and_the_run_goes_on(options):
 
     process = launched("-m", "scripts.train", *flags(two))
     wait_for_rows(process, 4)
-    os.kill(last_child(process), signal.SIGKILL)
+    os.kill(children(process)[-1], signal.SIGKILL)
     begun = time.monotonic()
     code, _, errors = finish(process, within=60)
     assert time.monotonic() - begun < 60
