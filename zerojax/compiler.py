@@ -9,10 +9,13 @@ from jax.sharding import Mesh
 
 # Chosen on Llama2-7B, 2 x 4096 tokens per GPU, compiled for 8 x H100 (docs/log.md): at prefetch 1
 # the collectives in the layer loops hide behind compute, also on a link of 100 GB/s.
-GPU_OPTIONS: dict[str, bool | int] = {
+GPU_OPTIONS: dict[str, bool | int | str] = {
     # Few large collectives for the weights of a layer, instead of one for each.
     "xla_gpu_all_gather_combine_threshold_bytes": 200 * 2**20,
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 400 * 2**20,
+    # The partitioner "auto" has all-reduces here, of which XLA makes reduce-scatters later: let the
+    # one of a layer run beside the next layer, as it does with a reduce-scatter by itself.
+    "xla_gpu_pipeline_all_reduce": "2",
     # Two layers in an iteration of the loop: the prefetched layer changes its place without a copy.
     "xla_gpu_enable_while_loop_double_buffering": True,
     # The scheduler assumes a fast link and would start a collective as late as that allows.
