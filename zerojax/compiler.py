@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import jax
 from jax.sharding import Mesh
 
 # Chosen on Llama2-7B, 2 x 4096 tokens per GPU, compiled for 8 x H100 (docs/log.md): at prefetch 1
@@ -13,9 +14,6 @@ GPU_OPTIONS: dict[str, bool | int | str] = {
     # Few large collectives for the weights of a layer, instead of one for each.
     "xla_gpu_all_gather_combine_threshold_bytes": 200 * 2**20,
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 400 * 2**20,
-    # The partitioner "auto" has all-reduces here, of which XLA makes reduce-scatters later: let the
-    # one of a layer run beside the next layer, as it does with a reduce-scatter by itself.
-    "xla_gpu_pipeline_all_reduce": "2",
     # Two layers in an iteration of the loop: the prefetched layer changes its place without a copy.
     "xla_gpu_enable_while_loop_double_buffering": True,
     # The scheduler assumes a fast link and would start a collective as late as that allows.
@@ -23,6 +21,13 @@ GPU_OPTIONS: dict[str, bool | int | str] = {
     # In the backward the gathers of one layer and the scatter of another are under way together.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
+# XLA makes the reduce-scatters of the partitioner "auto" from all-reduces, too late to move them
+# into the next iteration of the loop, as it moves those of "manual": let it move the all-reduces.
+GPU_OPTIONS |= (
+    {"xla_gpu_pipeline_all_reduce": "2"}
+    if jax.__version_info__ >= (0, 11, 1)
+    else {"xla_gpu_enable_pipelined_all_reduce": True}
+)
 
 
 def compiler_options(
