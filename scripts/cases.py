@@ -274,5 +274,5 @@ def recommend(rows: list[Row], target: Target) -> str:
         why = f"of the {len(timed)} compiled that fit, it is the fastest"
     return (
         f"Take {describe(best.case)}: {why}: {format_ms(made.seconds)} a step, "
-        f"{format_bytes(made.allocated_bytes)} of {format_bytes(usable)}."
+        f"{format_bytes(made.allocated_bytes)} allocated of {format_bytes(usable)}."
     )

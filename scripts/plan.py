@@ -168,7 +168,7 @@ def make_rows(options: Options, target: Target) -> list[Row]:
     usable = usable_bytes(target)
     rows = []
     for case in (fn_cases if options.fn else model_cases)(options, target):
-        announce(f"predicting stage {case.stage}")
+        announce(f"predicting {describe(case)}")
         rows.append(predict(case))
     chosen = by_promise(rows, target)
     if not options.compile_large:
@@ -222,7 +222,8 @@ def main(options: Options) -> list[Row]:
         f"{RESERVE:.0%} for CUDA, NCCL and gaps\n"
         f"rates: {rates}; matmuls {target.matmul_efficiency:.0%}, attention "
         f"{target.attention_efficiency:.0%} of {gpu.matmul_flops / 1e12:,.0f} TFLOP/s\n"
-        "each for one GPU and step, GB = 1e9 bytes; formula, compiled: peak memory; ~: theory\n"
+        "each for one GPU and step, GB = 1e9 bytes; formula, compiled: memory at the peak; wire: "
+        "bytes\nsent, ~ in theory; exposed: time in which compute waits for the wire\n"
     )
     whole = recommend(rows, target).replace(" GB", "~GB")  # never broken there
     print(f"{show(rows, usable)}\n\n{textwrap.fill(whole, 100).replace('~GB', ' GB')}")

@@ -54,9 +54,9 @@ FLOORS = {
     "moves": 5,
     "findings": 6,
     "notes": 7,
-    "receipt": 6,
-    "audit": 8,
-    "__init__": 9,
+    "receipt": 8,
+    "audit": 9,
+    "__init__": 10,
 }
 FILES = sorted((ROOT / "zerojax").glob("*.py"))
 

@@ -20,7 +20,7 @@ pytestmark = aot.needed
 
 
 @functools.cache
-def receipts(prefetch, regather=True):
+def receipts(prefetch, regather=True, partitioner="manual"):
     """At 350 and at 100 GB/s, 2 x 4096 tokens per GPU, full remat, gradients reduced in bf16."""
     model = dataclasses.replace(
         transformer.PRESETS["llama2-7b"],
@@ -35,6 +35,7 @@ def receipts(prefetch, regather=True):
         stage=3,
         layers=("blocks",),
         precision=zj.Precision(compute=jnp.bfloat16, reduce=jnp.bfloat16),
+        partitioner=partitioner,
     )
     loss_fn = functools.partial(transformer.loss_fn, model)
     step = zj.make_train_step(loss_fn, plan)
@@ -56,6 +57,12 @@ def test_prefetch_hides_communication_and_none_shows_it():
     assert late_fast.exposed > 10 * fast.exposed
     assert late_slow.exposed > 5 * slow.exposed
     assert fast.seconds < late_fast.seconds
+
+
+def test_the_other_partitioner_hides_it_too():
+    fast, slow = (found.timeline for found in receipts(1, partitioner="auto"))
+    assert fast.exposed < 4e-3
+    assert slow.exposed < 20e-3
 
 
 def test_a_prefetched_layer_costs_at_most_a_layer_and_a_half():

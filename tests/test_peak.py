@@ -139,6 +139,14 @@ def compiled_case(model, stage, layers=8):
 
 
 @aot.needed
+@pytest.mark.full
+def test_with_a_master_copy_one_new_parameter_is_under_way():
+    predicted, measured = compiled_case("llama2-7b", 2, layers=32)
+    assert predicted.moment == "the optimizer"
+    assert predicted.num_bytes == pytest.approx(measured, rel=0.05)
+
+
+@aot.needed
 @pytest.mark.parametrize(
     ("model", "stage"),
     [

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import jax
 from jax.sharding import Mesh
 
 # Chosen on Llama2-7B, 2 x 4096 tokens per GPU, compiled for 8 x H100 (docs/log.md): at prefetch 1
 # the collectives in the layer loops hide behind compute, also on a link of 100 GB/s.
-GPU_OPTIONS: dict[str, bool | int] = {
+GPU_OPTIONS: dict[str, bool | int | str] = {
     # Few large collectives for the weights of a layer, instead of one for each.
     "xla_gpu_all_gather_combine_threshold_bytes": 200 * 2**20,
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 400 * 2**20,
@@ -20,6 +21,13 @@ GPU_OPTIONS: dict[str, bool | int] = {
     # In the backward the gathers of one layer and the scatter of another are under way together.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
+# XLA makes the reduce-scatters of the partitioner "auto" from all-reduces, too late to move them
+# into the next iteration of the loop, as it moves those of "manual": let it move the all-reduces.
+GPU_OPTIONS |= (
+    {"xla_gpu_pipeline_all_reduce": "2"}
+    if jax.__version_info__ >= (0, 11, 1)
+    else {"xla_gpu_enable_pipelined_all_reduce": True}
+)
 
 
 def compiler_options(

@@ -43,9 +43,9 @@ WHAT = {
     "opt_state": "optimizer state",
     "batch": "this device's rows of the batch",
     "root weights": "whole weights outside the layers",
-    "root gradients": "their gradients, unless in the place of a parameter that is read no more",
+    "root gradients": "their gradients, unless in the place of a parameter",
     "gradients": "gradients of the layers, and sums over microbatches",
-    "window": "whole layers: the one that runs, and those gathered ahead",
+    "window": "whole layers: the one that runs, those gathered ahead",
     "layer gradient": "one layer's whole gradient, on its way out",
     "activations": "what the layers' forward saves for their backward",
     "working set": "arrays inside the layer that runs",
@@ -118,12 +118,11 @@ def predict_peak(loss_fn: LossFn, plan: Plan, batch: Any, *, microbatches: int =
     moments = list(_moments(trace, stacks, params, bool(plan.master)))
     if plan.stage.splits_opt_state and not plan.stage.splits_params:
         # New parameters: as shards, and the largest as gathered, before they are laid out as at
-        # rest. With a master copy the old ones are read no more, and one goes in their place.
+        # rest. With a master copy the old ones are read no more, and it soon takes their place.
         sizes = [leaf.num_bytes for leaf in plan.params]
         sums = sum(leaf.num_bytes for leaf in plan.grads) // plan.num_devices
-        count = sizes.count(max(sizes))
-        largest = max(sizes) * (max(1, count - 1) if plan.master else count)
-        more = sum(sizes) // plan.num_devices + largest
+        count = 1 if plan.master else sizes.count(max(sizes))
+        more = sum(sizes) // plan.num_devices + count * max(sizes)
         moments.append(("the optimizer", {"gradients": sums, "outside": more}))
     moment, parts = max(moments, key=lambda item: sum(item[1].values()))
     # With microbatches the loss function is traced once more for shapes, outside this trace.

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zerojax.moves import PARTS, by_part
+from zerojax.peak import WHAT
 from zerojax.table import format_bytes, format_table
 
 WIDTH = 100
@@ -58,10 +59,9 @@ def compare(receipts: Sequence[Any], names: Sequence[str] | None = None) -> str:
     rows = []
     for i, receipt in enumerate(receipts):
         line = receipt.timeline
-        name = names[i] if names else _name(receipt.plan)
         rows.append(
             [
-                name,
+                names[i] if names else _name(receipt.plan),
                 format_bytes(sum(row.planned for row in receipt.rest if row.kind != "grads")),
                 format_bytes(receipt.peak.total),
                 format_bytes(receipt.wire_bytes),
@@ -128,9 +128,8 @@ def draw(receipts: Sequence[Any], path: str | os.PathLike[str]) -> None:
 
     line = receipts[-1].timeline
     height = 1.2 + 0.4 * len(receipts)
-    figure = Figure(
-        figsize=(10, height if line is None else height + 5), layout="constrained", dpi=120
-    )
+    height += 0 if line is None else 5
+    figure = Figure(figsize=(10, height), layout="constrained", dpi=120)
     axes = figure.subplots(1 if line is None else 3, 1, squeeze=False)[:, 0]
     _draw_bytes(axes[0], receipts)
     if line is not None:
@@ -163,26 +162,30 @@ def _rest(receipt: Any) -> str:
 def _peak(receipt: Any) -> str:
     peak, gpu = receipt.peak, receipt.target.gpu
     predicted = dict(receipt.predicted.rows) if receipt.predicted else {}
-    at_rest = [predicted.pop(kind, 0) for kind in ("params", "master", "opt_state", "batch")]
-    rows = [["state and batch", format_bytes(sum(at_rest)), format_bytes(peak.arguments)]]
-    rows += [[kind, format_bytes(size), ""] for kind, size in predicted.items() if size]
-    rows.append(["temporary", format_bytes(sum(predicted.values())), format_bytes(peak.temporary)])
-    total = "at the fullest moment" if gpu else "sum of all"
-    rows.append(
-        [total, format_bytes(sum([*at_rest, *predicted.values()])), format_bytes(peak.total)]
-    )
-    if not receipt.predicted:
-        rows = [[name, "-", size] for name, _, size in rows]
+    rest = sum(predicted.pop(kind, 0) for kind in ("params", "master", "opt_state", "batch"))
+    more = sum(predicted.values())
+    moment = f"in {receipt.predicted.moment}" if receipt.predicted else ""
+    sums = [
+        ("state and batch", rest, peak.arguments, ""),
+        ("temporary", more, peak.temporary, "the sum of these" if more else ""),
+        ("at the fullest moment" if gpu else "sum of all", rest + more, peak.total, moment),
+    ]
+    rows = [
+        [name, format_bytes(size) if receipt.predicted else "-", format_bytes(compiled), what]
+        for name, size, compiled, what in sums
+    ]
+    parts = {kind: size for kind, size in predicted.items() if size}
+    rows[1:1] = [[kind, format_bytes(size), "", WHAT[kind]] for kind, size in parts.items()]
     if gpu:
-        rows.append([f"of the memory of {gpu.name}", "", f"{peak.total / gpu.memory_bytes:.0%}"])
-    return format_table(["2. at peak", "predicted", "compiled"], rows, right=[1, 2])
+        share = f"{peak.total / gpu.memory_bytes:.0%}"
+        rows.append([f"of the memory of {gpu.name}", "", share, ""])
+    return format_table(["2. at peak", "predicted", "compiled", ""], rows, right=[1, 2])
 
 
 def _moved(receipt: Any) -> str:
     groups = collections.defaultdict(list)
     for move in receipt.moves:
-        loops = len(move.collective.loops)
-        where = "in loops" if loops else "top"
+        where = "in loops" if move.collective.loops else "outside"
         groups[move.part, move.collective.kind, move.dtype, where].append(move)
     rows = []
     for (part, kind, dtype, where), moves in sorted(
@@ -194,8 +197,7 @@ def _moved(receipt: Any) -> str:
         size = format_bytes(sum(m.wire_bytes for m in moves))
         rows.append([part, kind, dtype, where, str(times), way, size])
     moved, expected = by_part(receipt.moves), receipt.expected
-    header = ["3. collectives", "kind", "dtype", "where", "per step", "", "on the wire"]
-    table = format_table(header, rows, right=[4, 6])
+    header = ["3. collectives", "kind", "dtype", "where", "per step", "how", "on the wire"]
     if not rows:
         return "3. collectives: none"
     parts = [
@@ -209,22 +211,21 @@ def _moved(receipt: Any) -> str:
     total += f": ratio {receipt.ratio:.3f}"
     if parts:
         total += "\n" + _wrap(f"moved of theory by part: {'; '.join(parts)}", "  ")
-    return f"{table}\n{total}"
+    return f"{format_table(header, rows, right=[4, 6])}\n{total}"
 
 
 def _time(receipt: Any) -> str:
     line, target = receipt.timeline, receipt.target
     if line is None:
         return "4. time: not predicted for simulated devices; compile for GPUs to see it"
-    busy = line.total("compute")
     rows = [
-        ["compute", f"{busy * 1e3:.1f} ms"],
+        ["compute", f"{line.total('compute') * 1e3:.1f} ms"],
         ["on the link", f"{line.total('link') * 1e3:.1f} ms"],
-        ["exposed", f"{line.exposed * 1e3:.1f} ms"],
+        ["exposed: compute waits for the link", f"{line.exposed * 1e3:.1f} ms"],
         ["step", f"{line.seconds * 1e3:.1f} ms"],
     ]
     if receipt.xla_exposed is not None:
-        rows.append(["exposed, by XLA's own estimate", f"{receipt.xla_exposed * 1e3:.1f} ms"])
+        rows.append(["exposed by XLA's own estimate", f"{receipt.xla_exposed * 1e3:.1f} ms"])
     used = line.matmul_flops / (line.seconds * target.gpu.matmul_flops) if line.seconds else 0.0
     rows.append(["of the peak FLOP/s, recomputation included", f"{used:.0%}"])
     rates = (
@@ -262,13 +263,13 @@ def _draw_bytes(axes: Any, receipts: Sequence[Any]) -> None:
         ]
         name = "gathered weights, gradients, activations" if kind == "temporary" else kind
         if any(sizes):
-            widths = [size / 2**30 for size in sizes]
+            widths = [size / 1e9 for size in sizes]
             color = BAR_COLORS[kind]
             axes.barh(range(len(labels)), widths, left=left, label=name, height=0.7, color=color)
             left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
-    axes.set_xlabel("GiB on each device")
+    axes.set_xlabel("GB on each device at the fullest moment (GB = 1e9 bytes)")
     axes.set_xlim(0, 1.02 * max(left) if max(left) else 1)
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False, fontsize=9)
 
@@ -282,7 +283,7 @@ def _draw_streams(axes: Any, receipt: Any, first: float, last: float) -> None:
     for event in receipt.timeline.events:
         bars[event.stream, event.kind].append((event.start * 1e3, (event.end - event.start) * 1e3))
     named = set()
-    for (stream, kind), spans in bars.items():
+    for (stream, kind), spans in sorted(bars.items(), key=lambda item: lanes[item[0][0]]):
         label = kind if kind not in named else None
         named.add(kind)
         place = (lanes[stream] - 0.4, 0.8)
@@ -290,11 +291,10 @@ def _draw_streams(axes: Any, receipt: Any, first: float, last: float) -> None:
     axes.set_yticks(list(lanes.values()), ["compute", "link", "exposed"])
     axes.invert_yaxis()
     step = receipt.timeline.seconds * 1e3
-    part = "" if (first, last) == (0.0, 1.0) else ", a part of it"
-    axes.set_xlabel(
-        f"ms of a step, {_name(receipt.plan)} on {receipt.target.name}, predicted{part}"
-    )
+    part = ", a part of it" if last - first < 1 else ""
+    name = _name(receipt.plan)
+    axes.set_xlabel(f"ms of a step{part}: {name} on {receipt.target.name}, predicted")
     axes.set_xlim(first * step, last * step)
-    if (first, last) == (0.0, 1.0):
+    if last - first == 1:
         above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
         axes.legend(**above, ncols=6, frameon=False, fontsize=9)
