@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import datetime
 import os
@@ -76,6 +77,8 @@ class Checkpointer:
         self.keep_latest, self.keep_best = keep_latest, keep_best
         self._lock = saves.open_folder(self.folder) if jax.process_index() == 0 else None
         self._about = _about(plan)
+        self._remover = concurrent.futures.ThreadPoolExecutor(1)  # a large save takes a while
+        self._removing: list[concurrent.futures.Future[None]] = []
         self._saving: tuple[Path, dict[str, Any]] | None = None
         options = ocp.options.AsyncOptions(post_finalization_callback=self._seal)
         handler = ocp.CompositeCheckpointHandler(*ITEMS)
@@ -157,8 +160,10 @@ class Checkpointer:
             unfinished, self._saving = self._saving[0], None
             if jax.process_index() == 0 and unfinished.exists():
                 shutil.rmtree(unfinished)
+        self._removed()
         if jax.process_index() == 0:
-            saves.prune(self.folder, self.keep_latest, self.keep_best)
+            old = saves.prune(self.folder, self.keep_latest, self.keep_best)
+            self._removing = [self._remover.submit(shutil.rmtree, path) for path in old]
 
     def check(self) -> None:
         """Raises OSError if the save under way has failed; waits for nothing."""
@@ -170,7 +175,9 @@ class Checkpointer:
         """Waits for the last save, and lets other runs have the folder."""
         try:
             self.wait()
+            self._removed()
         finally:
+            self._remover.shutdown()
             self._orbax.close()
             if self._lock is not None:
                 self._lock.close()
@@ -180,6 +187,12 @@ class Checkpointer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _removed(self) -> None:
+        """Returns when older saves are removed. Raises OSError if one could not be."""
+        for removing in self._removing:
+            removing.result()
+        self._removing = []
 
     def _seal(self) -> None:
         """Called on process 0 when all arrays are written, before the folder gets its name."""

@@ -168,15 +168,16 @@ def open_folder(folder: Path) -> TextIO:
     return lock
 
 
-def prune(folder: Path, keep_latest: int, keep_best: str | None) -> None:
-    """Removes all saves but the latest ones and the one whose metric is the smallest."""
+def prune(folder: Path, keep_latest: int, keep_best: str | None) -> list[Path]:
+    """Renames all saves but the latest ones and the one whose metric is the smallest.
+
+    Returns the new paths, which are no saves any more, for the caller to remove.
+    """
     found = find_saves(folder)
     kept = set(found[:keep_latest])
     if keep_best is not None:
         kept.add(min(found, key=lambda save: (_metric(save, keep_best), -save.step)))
-    for save in found:
-        if save not in kept:
-            shutil.rmtree(save.path.rename(f"{save.path}{DELETING}"))
+    return [x.path.rename(f"{x.path}{DELETING}") for x in found if x not in kept]
 
 
 def set_aside(save: Save) -> Path:
