@@ -2,7 +2,9 @@
 """One process with 8 simulated devices serves the whole suite."""
 
 import gc
+import itertools
 import os
+import pathlib
 
 import jax
 import pytest
@@ -15,10 +17,25 @@ import zerojax as zj
 
 zj.simulate_devices(8)
 
+# Each compiled program keeps some hundred memory maps; at 65,530 Linux ends the process.
+MAPS = pathlib.Path("/proc/self/maps")
+NUMBER = itertools.count(1)
 
-@pytest.fixture(autouse=True, scope="module")
+
 def unload_programs():
-    """Each compiled program keeps some hundred memory maps; at 65,530 Linux ends the process."""
-    yield
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unload_after_each_file():
+    yield
+    unload_programs()
+
+
+@pytest.fixture(autouse=True)
+def unload_in_time():
+    """For files with many programs; counting takes a while, so after every tenth test only."""
+    yield
+    if next(NUMBER) % 10 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 30_000:
+        unload_programs()
