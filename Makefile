@@ -6,7 +6,7 @@
 CUDA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda12)
 ARGS ?=
 RUN = .venv/bin/python -m
-.PHONY: env train plan audit test test-full test-oldest bench gpu-check lint clean
+.PHONY: env train plan audit test test-full test-oldest bench gpu-check docs lint clean
 
 env: .venv/installed
 
@@ -46,6 +46,11 @@ gpu-check: env
 # The receipt of what `make train` would run; --target h100:8 compiles for GPUs that are not here.
 audit: env
 	@$(RUN) scripts.audit $(ARGS)
+
+# The reference of the public names, from their docstrings: out/docs/zerojax.html.
+docs: env
+	@.venv/bin/python -W error -m pdoc --docformat google --no-show-source --template docs/template \
+	  --output-directory out/docs zerojax '!zerojax[.]'
 
 lint: env
 	@.venv/bin/ruff format --check .

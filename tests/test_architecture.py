@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import re
 
 import pytest
 
@@ -88,12 +89,18 @@ def test_an_import_upwards_is_noticed():
     assert rises("plan", "from zerojax.stage import Stage") == []
 
 
+def num_lines(source):
+    """Lines without the examples that end docstrings: those are tests."""
+    examples = re.findall(r"\n *Example:\n(.*?)\n *\"\"\"", source, re.DOTALL)
+    return len(source.splitlines()) - sum(len(example.splitlines()) for example in examples)
+
+
 @pytest.mark.parametrize("folder", ["zerojax", "models", "scripts"])
 def test_files_and_functions_are_small(folder):
     """No file over 300 lines, no function over 60 without its docstring."""
     for path in sorted((ROOT / folder).glob("*.py")):
         source = path.read_text()
-        assert len(source.splitlines()) <= 300, path.name
+        assert num_lines(source) <= 300, path.name
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef):
                 first = node.body[1] if ast.get_docstring(node) and node.body[1:] else node.body[0]
@@ -119,7 +126,7 @@ SAVES = {"saves", "entries", "restore", "checkpoint"}
 
 def test_the_library_can_be_read_in_an_afternoon():
     """What trains, what reads what it compiled to, and what keeps it, each by itself."""
-    sizes = {path.stem: len(path.read_text().splitlines()) for path in FILES}
+    sizes = {path.stem: num_lines(path.read_text()) for path in FILES}
     receipt = sum(size for name, size in sizes.items() if name in RECEIPT)
     saves = sum(size for name, size in sizes.items() if name in SAVES)
     assert receipt < 3600
@@ -158,7 +165,7 @@ def test_public_names():
         "start_hosts",
         "target",
     ]
-    assert all(getattr(zerojax, name).__doc__ for name in zerojax.__all__ if name != "LossFn")
+    assert all(getattr(zerojax, name).__doc__ for name in zerojax.__all__)
 
 
 def test_only_one_file_names_a_collective():

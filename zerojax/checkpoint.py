@@ -63,6 +63,7 @@ class Checkpointer:
         keep_latest: int = 2,
         keep_best: str | None = None,
     ):
+        """Opens the folder, and keeps other runs out of it until `close`."""
         check_plan(plan)
         check_runs(plan)
         if keep_latest < 1:

@@ -113,8 +113,24 @@ def apply_layer(
 ) -> Any:
     """Runs one layer of its own, gathered just before it is used; outside a step, a plain call.
 
-    Args and errors are those of `scan_layers`, except that `x` may change: the block's output is
-    returned as it is, `x` or `(x, aux)`, and the parameters are not stacked.
+    Args:
+      block: `(params, x, *broadcast) -> y`, any tree of arrays; `y` need not be like `x`.
+      params: a tree of arrays, not stacked, exactly as the loss function received them.
+      x: a tree of floating arrays.
+      broadcast: further trees that the block receives: masks, position tables.
+      remat: as for `scan_layers`.
+
+    Returns:
+      What the block returned.
+
+    Raises:
+      ValueError: `remat` is out of range; inside a step, a weight is not one of the plan's, is of
+        a stack, or the block closes over a traced array.
+
+    Example:
+      >>> block = lambda p, x: jnp.tanh(x @ p["w"])
+      >>> apply_layer(block, {"w": jnp.zeros((2, 3))}, jnp.ones((1, 2))).shape
+      (1, 3)
     """
     check_choices(remat, 0)
     inside = current()

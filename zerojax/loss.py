@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,40 @@ from zerojax.paths import leaf_path
 from zerojax.precision import accumulable
 
 PyTree = Any
-# (params, batch, key) -> (loss_sum, weight), or ((loss_sum, weight), aux)
-LossFn = Callable[[PyTree, PyTree, jax.Array], Any]
+
+
+class LossFn(Protocol):
+    """The type of a loss function: `(params, batch, key) -> (loss_sum, weight)`, or with sums more.
+
+    Ordinary single-device code, any function or lambda of three arguments.
+
+    Args:
+      params: the parameters as `init_params` arranges them, whole, in the compute dtype.
+      batch: the batch's tree, with some of its rows.
+      key: one PRNG key, which differs between steps, microbatches and devices.
+
+    Returns:
+      `(loss_sum, weight)`, or `((loss_sum, weight), aux)`: a floating scalar, the SUM of the losses
+      of those rows; a real scalar that it is to be divided by (rows, tokens, the sum of a mask); a
+      tree of further sums, divided by the same weight. Devices and microbatches are added before
+      the one division.
+
+    Raises:
+      ValueError: when the step is called or lowered: something else was returned.
+
+    Example:
+      >>> def loss_fn(params, batch, key):
+      ...     error = (batch["x"] @ params["w"] - batch["y"]) * batch["mask"]
+      ...     return (jnp.sum(error**2), jnp.sum(batch["mask"])), {"size": jnp.sum(abs(error))}
+      >>> batch = {"x": jnp.ones((3, 2)), "y": jnp.zeros(3), "mask": jnp.array([1.0, 1.0, 0.0])}
+      >>> (loss_sum, weight), aux = loss_fn({"w": jnp.array([1.0, 2.0])}, batch, None)
+      >>> float(loss_sum), float(weight), float(aux["size"])
+      (18.0, 2.0, 6.0)
+    """
+
+    def __call__(self, params: PyTree, batch: PyTree, key: jax.Array, /) -> Any:
+        """The loss of these rows, and its weight."""
+        ...
 
 
 class Sums(NamedTuple):

@@ -32,6 +32,9 @@ def init_state(plan: Plan, key: jax.Array, params: PyTree | None = None) -> Trai
         what was rounded. None in place of a leaf, or of a tree of them, leaves it to
         `init_params`. With several processes, each gives the same values.
 
+    Returns:
+      A TrainState of step 0, which may be donated.
+
     Raises:
       ValueError: `key` is not one typed key of JAX's default implementation, the mesh is
         compile-only, or `params` do not fit the plan: leaves missing or unknown, other shapes, or

@@ -40,6 +40,24 @@ class Plan:
       master: a Leaf for every trained leaf if the precision has a master copy, else none.
       opt_state: a Leaf for every leaf of the optimizer state.
       abstract_state: a TrainState of ShapeDtypeStructs with shardings; `step.lower` takes it.
+
+    Example:
+      >>> import jax.numpy as jnp, zerojax as zj
+      >>> init = lambda key: {"w": jnp.zeros((16, 64))}
+      >>> plan = zj.make_plan(init, optax.sgd(0.1), zj.make_mesh(8), stage=3)
+      >>> print(plan)
+      stage 3 over 8 devices (GB = 1e9 bytes)
+      <BLANKLINE>
+      params  shape     dtype    at rest    per device  why
+      ------  --------  -------  ---------  ----------  -------------
+      w       (16, 64)  float32  ('data',)       512 B  dim 0, 16 / 8
+      <BLANKLINE>
+      totals     leaves    bytes  per device  of it whole
+      ---------  ------  -------  ----------  -----------
+      params          1  4.10 kB       512 B          0 B
+      grads           1  4.10 kB       512 B          0 B
+      master          0      0 B         0 B          0 B
+      opt_state       0      0 B         0 B          0 B
     """
 
     mesh: Mesh

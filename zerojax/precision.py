@@ -16,6 +16,9 @@ DType = Any  # anything jnp.dtype accepts
 class Precision:
     """The dtypes of a plan. They apply to real floating leaves; other leaves keep their own.
 
+    All are fp32, and there is no master copy, unless said otherwise. A dtype is anything that
+    `jnp.dtype` takes, of 16 bits or more.
+
     Attributes:
       params: parameters at rest.
       compute: the dtype in which weights are gathered and the loss function receives them.
@@ -23,6 +26,9 @@ class Precision:
         at least fp32 whatever this says.
       master: if given, the optimizer updates a copy of the parameters in this dtype and
         `params` is rounded from it. It rests beside the optimizer state and is split like it.
+
+    Raises:
+      ValueError: a dtype is not floating, has fewer than 16 bits, or needs jax_enable_x64.
 
     Example:
       >>> import dataclasses

@@ -49,10 +49,26 @@ def restore(
         master copy where one was saved; a warning says what is rounded.
       data: an iterator that is set to where the saved one was.
 
+    Returns:
+      The state, on the plan's shardings and in its dtypes.
+
     Raises:
       FileNotFoundError: no such folder, or no save in it.
       ValueError: the save is of another model, optimizer or newer format, or every save is damaged;
         the save has no `data`, or of another number of processes with different data.
+
+    Example:
+      >>> import tempfile, optax, zerojax as zj
+      >>> init = lambda key: {"w": jnp.ones((16, 8))}
+      >>> saved = zj.make_plan(init, optax.adam(1e-3), zj.make_mesh(8), stage=3)
+      >>> folder = tempfile.mkdtemp()
+      >>> with zj.Checkpointer(folder, saved) as checkpoints:
+      ...     checkpoints.save(zj.init_state(saved, jax.random.key(0)))
+      >>> other = zj.make_plan(init, optax.adam(1e-3), zj.make_mesh(4), stage=2)
+      >>> state = restore(folder, other)
+      >>> mu = state.opt_state[0].mu["w"]
+      >>> float(state.params["w"].sum()), mu.addressable_shards[0].data.shape
+      (128.0, (4, 8))
     """
     return restore_newest(path, plan, data, aside=False)
 

@@ -21,6 +21,14 @@ class Stage:
       splits_params: parameters rest as shards and are gathered where they are used.
       weights: how a device comes to hold a layer's whole weights.
       gradients: how a layer's gradient leaves the backward.
+
+    Example:
+      >>> for stage in STAGES:
+      ...     print(stage.number, stage.splits_params, stage.gradients)
+      0 False all-reduce, once per step
+      1 False reduce-scatter, once per step
+      2 False reduce-scatter, every microbatch
+      3 True reduce-scatter, every microbatch
     """
 
     number: int

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TrainState: everything a run carries from step to step, and how one is made from its parts."""
 
-from __future__ import annotations
+# Without `from __future__ import annotations`: of a NamedTuple, pdoc cannot read postponed ones.
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +25,14 @@ class TrainState(NamedTuple):
       key: the run's PRNG key. A step draws from `fold_in(key, step)`, so a resumed run repeats
         the same dropout.
       master: the trained leaves in the precision's master dtype, or None if it has no master.
+
+    Example:
+      >>> import zerojax as zj
+      >>> init = lambda key: {"w": jnp.zeros((16, 64))}
+      >>> plan = zj.make_plan(init, optax.adam(1e-3), zj.make_mesh(8), stage=3)
+      >>> state = zj.init_state(plan, jax.random.key(0))
+      >>> int(state.step), state.params["w"].addressable_shards[0].data.shape
+      (0, (2, 64))
     """
 
     step: jax.Array

@@ -127,6 +127,22 @@ def make_eval_step(loss_fn: LossFn, plan: Plan) -> Step:
     Args:
       loss_fn: as for `make_train_step`; pass the variant without dropout if there is one.
       plan: from `make_plan`.
+
+    Returns:
+      A Step. `metrics` is a dict of scalars on the device, as that of `make_train_step`.
+
+    Raises:
+      ValueError: when called or lowered, as the step of `make_train_step` does.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, zerojax as zj
+      >>> init = lambda key: {"w": jnp.ones((8, 8))}
+      >>> loss_fn = lambda params, batch, key: (jnp.sum((batch @ params["w"]) ** 2), batch.size)
+      >>> plan = zj.make_plan(init, optax.sgd(0.1), zj.make_mesh(8), stage=3)
+      >>> state = zj.init_state(plan, jax.random.key(0))
+      >>> metrics = zj.make_eval_step(loss_fn, plan)(state, jnp.eye(8))
+      >>> {name: float(value) for name, value in metrics.items()}
+      {'loss': 1.0, 'weight': 64.0}
     """
     check_plan(plan)
 
@@ -151,7 +167,26 @@ class Step:
     """A jitted function of a plan's state and a batch, with errors that say what to mend.
 
     `step(state, batch)` and `step.lower(plan.abstract_state, abstract_batch)` are those of
-    `step.jitted`, the function that `jax.jit` returned.
+    `step.jitted`, the function that `jax.jit` returned. Made by `make_train_step` and
+    `make_eval_step`.
+
+    Attributes:
+      plan: whose states the step takes.
+      loss_fn: the user's loss function.
+      microbatches: slices that each device makes of its rows.
+      donates: the state given to the step is donated; so in a training step.
+      jitted: the function of a state and a batch, as `jax.jit` returned it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, zerojax as zj
+      >>> init = lambda key: {"w": jnp.zeros((256, 256))}
+      >>> loss_fn = lambda params, batch, key: (jnp.sum((batch @ params["w"]) ** 2), batch.size)
+      >>> plan = zj.make_plan(init, optax.adam(1e-3), zj.make_mesh(8), stage=3)
+      >>> step = zj.make_train_step(loss_fn, plan)
+      >>> rows = jax.ShapeDtypeStruct((16, 256), jnp.float32)
+      >>> compiled = step.lower(plan.abstract_state, rows).compile()
+      >>> compiled.memory_analysis().argument_size_in_bytes  # a shard of the state, and of the rows
+      100368
     """
 
     def __init__(

@@ -53,6 +53,15 @@ class Comparison:
       weight: the sum of the weights, likewise.
       grads: a LeafDifference for every trained leaf, in the plan's order.
       limit: the error that rounding explains.
+
+    Example:
+      >>> import optax, zerojax as zj
+      >>> init = lambda key: {"w": jnp.eye(8)}
+      >>> loss_fn = lambda params, batch, key: (jnp.sum((batch @ params["w"]) ** 2), batch.size)
+      >>> plan = zj.make_plan(init, optax.adam(1e-3), zj.make_mesh(8), stage=3)
+      >>> found = zj.check_against_unsharded(loss_fn, plan, np.eye(8, dtype=np.float32)).check()
+      >>> found.loss, found.weight, found.same
+      ((0.125, 0.125), (64.0, 64.0), True)
     """
 
     title: str
