@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import math
+import os
 import pathlib
 import re
 
+import jax
 import nbformat
 import pytest
 from nbclient import NotebookClient
@@ -15,6 +18,7 @@ from nbformat.v4 import new_code_cell, new_notebook, new_output
 ROOT = pathlib.Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ABSOLUTE_PATH = re.compile(r"(?<![\w.)/])(?:/[\w.+-]+){2,}|file://|\b[A-Za-z]:\\\w")
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 REMEDY = "Run `.venv/bin/jupyter execute --inplace notebooks/*.ipynb`, look at it, and commit it."
 
 
@@ -42,17 +46,40 @@ def executed(notebook, folder):
     """The notebook after a run in a fresh kernel that starts in `folder`; raises on any error."""
     run = nbformat.from_dict(notebook)
     resources = {"metadata": {"path": str(folder)}}
-    return NotebookClient(run, timeout=60, kernel_name="python3", resources=resources).execute()
+    client = NotebookClient(run, timeout=240, kernel_name="python3", resources=resources)
+    return client.execute(env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
-def faults(kept, run):
-    """What is wrong with the outputs kept in the file, given those of a run."""
+def printed(cell):
+    """What a cell prints: its words, without the rules of tables, and its numbers."""
+    text = "".join(output.get("text", "") for output in cell.outputs)
+    words = [word for word in NUMBER.sub("#", text).split() if word.strip("-")]
+    return words, [float(number.replace(",", "")) for number in NUMBER.findall(text)]
+
+
+def differs(cell, again):
+    """Whether a run prints other words, or a number that is off by more than 2 %."""
+    (words, numbers), (words_again, numbers_again) = printed(cell), printed(again)
+    if words != words_again or len(numbers) != len(numbers_again):
+        return True
+    close = (math.isclose(a, b, rel_tol=0.02) for a, b in zip(numbers, numbers_again, strict=True))
+    return not all(close)
+
+
+def faults(kept, run, same_text=True):
+    """What is wrong with the outputs kept in the file, given those of a run.
+
+    With `same_text` what is printed must be what the run prints, but for cells tagged `varies`:
+    rounding errors and times differ between machines.
+    """
     found = []
     for number, (cell, again) in enumerate(zip(code_cells(kept), code_cells(run), strict=True), 1):
         if cell.execution_count != number:
             found.append(f"code cell {number}: not kept from one run from start to end")
         if kinds(cell) != kinds(again):
             found.append(f"code cell {number}: keeps {kinds(cell)}, a run shows {kinds(again)}")
+        if same_text and "varies" not in cell.metadata.get("tags", ()) and differs(cell, again):
+            found.append(f"code cell {number}: a run prints something else")
         if kinds(cell) & {"error", "stderr"}:
             found.append(f"code cell {number}: keeps an error or a warning")
         for text in texts(cell):
@@ -63,13 +90,22 @@ def faults(kept, run):
     return found
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs_and_keeps_its_outputs(path, tmp_path):
-    """It starts in a foreign folder: only imports may depend on where the project is."""
-    assert path.stat().st_size < 1_000_000
+def check(path, folder):
+    """Runs in a foreign folder: only imports may depend on where the project is.
+
+    Another JAX compiles other programs, so the text is compared under the one that is kept.
+    """
+    assert path.stat().st_size < 600_000
     kept = nbformat.read(path, as_version=4)
     nbformat.validate(kept)
-    assert faults(kept, executed(kept, tmp_path)) == [], REMEDY
+    versions = " ".join(texts(code_cells(kept)[0]))
+    same_jax = f"jax {jax.__version__}:" in versions
+    assert faults(kept, executed(kept, folder), same_jax) == [], REMEDY
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs_and_keeps_its_outputs(path, tmp_path):
+    check(path, tmp_path)
 
 
 def test_there_is_a_notebook_with_pictures():
@@ -112,6 +148,8 @@ def stream(text, name="stdout"):
         (one_cell(stream(f"in {ROOT}/models")), one_cell(stream("")), f"the absolute path {ROOT}"),
         (one_cell(stream("'C:\\Users\\me'")), one_cell(stream("")), "the absolute path C:"),
         (one_cell(stream("see file:///a/b")), one_cell(stream("")), "the absolute path file:"),
+        (one_cell(stream("peak 1.00 MB")), one_cell(stream("peak 1.10 MB")), "something else"),
+        (one_cell(stream("findings: none")), one_cell(stream("findings: 1")), "something else"),
     ],
 )
 def test_sabotaged_outputs_are_noticed(kept, run, fault):
@@ -122,4 +160,11 @@ def test_ordinary_outputs_are_not_faults():
     kept = one_cell(
         stream("blocks/kernel 128 / 8, 16/N, https://arxiv.org/abs/1910.02054 loss 1.5")
     )
-    assert faults(kept, one_cell(stream("loss 1.6"))) == []
+    again = one_cell(
+        stream("blocks/kernel 128 / 8, 16/N, https://arxiv.org/abs/1910.02054\nloss  1.51")
+    )
+    assert faults(kept, again) == []
+    other = one_cell(stream("loss 1.6"))
+    assert faults(kept, other, same_text=False) == []
+    kept.cells[0].metadata["tags"] = ["varies"]
+    assert faults(kept, other) == []
