@@ -22,6 +22,7 @@ from flax import nnx
 import zerojax as zj
 from models.config import PRESETS as PRESETS
 from models.config import TransformerConfig as TransformerConfig
+from models.config import preset as preset
 
 
 def attention_implementation(config, dtype) -> Literal["xla", "cudnn"] | None:
@@ -223,7 +224,11 @@ def chunked_loss(x_BTD, head_VD, targets_BT, weight_BT, chunk: int) -> jax.Array
 
 
 def loss_fn(
-    config: TransformerConfig, params: dict[str, Any], batch: Mapping[str, jax.Array], key=None
+    config: TransformerConfig,
+    params: dict[str, Any],
+    batch: Mapping[str, jax.Array],
+    key=None,
+    graph: nnx.GraphDef[Transformer] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sum the next-token cross-entropies of a batch, in nats.
 
@@ -233,11 +238,12 @@ def loss_fn(
         batch: `"tokens"`, integers [B, T + 1], and if wanted `"mask"`, weights [B, T] of the
             targets `tokens[:, 1:]`.
         key: for dropout; None is no dropout.
+        graph: of a model that was changed after it was made, as scripts/lora.py does.
 
     Returns:
         `(loss_sum, weight)`, two fp32 scalars: their quotient is the mean.
     """
-    model = nnx.merge(make_graph(config), params)
+    model = nnx.merge(graph or make_graph(config), params)
     inputs_BT, targets_BT = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     weight_BT = batch.get("mask", jnp.ones_like(targets_BT)).astype(jnp.float32)
     x_BTD = model(inputs_BT, key if config.dropout else None)

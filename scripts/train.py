@@ -113,16 +113,15 @@ def check_least(options: Any, least: dict[str, int]) -> None:
 
 def make_config(options: Options, vocab_size: int) -> TransformerConfig:
     """Return the preset with what the options and the tokenizer change of it."""
-    changes = {
-        "num_layers": options.layers,
-        "seq_len": options.seq,
-        "vocab_size": vocab_size if options.vocab is None else options.vocab,
-        "dropout": options.dropout,
-        "remat": options.remat,
-        "prefetch": options.prefetch,
-    }
-    given = {name: value for name, value in changes.items() if value is not None}
-    return dataclasses.replace(transformer.PRESETS[options.model], **given)
+    return transformer.preset(
+        options.model,
+        num_layers=options.layers,
+        seq_len=options.seq,
+        vocab_size=vocab_size if options.vocab is None else options.vocab,
+        dropout=options.dropout,
+        remat=options.remat,
+        prefetch=options.prefetch,
+    )
 
 
 def make_plan(config: TransformerConfig, optimizer, mesh: Mesh, **how: Any) -> zj.Plan:
