@@ -13,16 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh
 
 import zerojax as zj
 from models import transformer
+from models.generate import generate
 from models.transformer import TransformerConfig
 from scripts.files import Files
 from scripts.log import Screen, Summary, wrap
 from scripts.loop import run
 from scripts.mesh import make_mesh
-from scripts.sample import generate
 from scripts.text import Bytes, TokenizerFile, check_batch, make_batches, read_text, split_text
 from scripts.weights import read_initial
 from zerojax.hosts import leave
@@ -186,7 +187,9 @@ def main(options: Options) -> Summary:
     if options.sample and not summary.stopped_early:
         prompt = held_out[0]["tokens"][:32].tolist()
         screen.say(f"\nsample: {len(prompt)} tokens held out, continued by {options.sample}")
-        more = generate(options, config, state.params, prompt, tokenizer.vocab_size)
+        params = jax.device_put(process_allgather(state.params, tiled=True), jax.local_devices()[0])
+        key, vocab_size = jax.random.key(options.seed), tokenizer.vocab_size
+        more = generate(config, params, prompt, options.sample, key, vocab_size=vocab_size)
         summary.sample = tokenizer.decode(prompt + more)
         screen.say(wrap("prompt:    ", tokenizer.decode(prompt)))
         screen.say(wrap("continues: ", tokenizer.decode(more)))
