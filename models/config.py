@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transformer's config, and the published shapes."""
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 _CHOICES = {
     "norm": ("layernorm", "rmsnorm"),
@@ -100,3 +101,13 @@ PRESETS: dict[str, TransformerConfig] = {
     "llama3-8b": _Llama(128256, 8192, 32, 32, 8, 4096, 14336, rope_theta=500_000.0),
     "llama3-70b": _Llama(128256, 8192, 80, 64, 8, 8192, 28672, rope_theta=500_000.0),
 }
+
+
+def preset(name: str, **changes: Any) -> TransformerConfig:
+    """Return the preset of that name, with the changes that are not None.
+
+    >>> preset("tiny", num_layers=2, seq_len=None).num_layers
+    2
+    """
+    given = {field: value for field, value in changes.items() if value is not None}
+    return dataclasses.replace(PRESETS[name], **given)

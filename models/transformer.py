@@ -22,6 +22,7 @@ from flax import nnx
 import zerojax as zj
 from models.config import PRESETS as PRESETS
 from models.config import TransformerConfig as TransformerConfig
+from models.config import preset as preset
 
 
 def attention_implementation(config, dtype) -> Literal["xla", "cudnn"] | None:
@@ -31,10 +32,10 @@ def attention_implementation(config, dtype) -> Literal["xla", "cudnn"] | None:
     return config.attention
 
 
-def rope_table(config: TransformerConfig, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+def rope_table(config: TransformerConfig, num_tokens: int, start: jax.Array | int = 0):
     """Cosines and sines, fp32 [T, 1, R], of the rotary embedding (arXiv 2104.09864, eq. 34)."""
     exponent_R = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
-    position_T11 = jnp.arange(num_tokens, dtype=jnp.float32)[:, None, None]
+    position_T11 = (start + jnp.arange(num_tokens, dtype=jnp.float32))[:, None, None]
     angle_T1R = position_T11 * config.rope_theta**-exponent_R
     return jnp.cos(angle_T1R), jnp.sin(angle_T1R)
 
@@ -73,13 +74,17 @@ class SelfAttention(nnx.Module):
         self.v = make_linear(config, d_model, d_kv, rngs)
         self.o = make_linear(config, d_model, d_model, rngs, residual=True)
 
-    def __call__(self, x_BTD: jax.Array, rope) -> jax.Array:
-        """Mix each token with the tokens before it."""
+    def qkv(self, x_BTD: jax.Array, rope) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [B, T, H, E], keys and values [B, T, K, E] of each token."""
         heads = (*x_BTD.shape[:2], -1, self.config.head_dim)
         q_BTHE, k_BTKE = self.q(x_BTD).reshape(heads), self.k(x_BTD).reshape(heads)
-        v_BTKE = self.v(x_BTD).reshape(heads)
         if rope is not None:
             q_BTHE, k_BTKE = apply_rope(q_BTHE, rope), apply_rope(k_BTKE, rope)
+        return q_BTHE, k_BTKE, self.v(x_BTD).reshape(heads)
+
+    def __call__(self, x_BTD: jax.Array, rope) -> jax.Array:
+        """Mix each token with the tokens before it."""
+        q_BTHE, k_BTKE, v_BTKE = self.qkv(x_BTD, rope)
         implementation = attention_implementation(self.config, x_BTD.dtype)
         out_BTHE = jax.nn.dot_product_attention(
             q_BTHE, k_BTKE, v_BTKE, is_causal=True, implementation=implementation
@@ -223,7 +228,11 @@ def chunked_loss(x_BTD, head_VD, targets_BT, weight_BT, chunk: int) -> jax.Array
 
 
 def loss_fn(
-    config: TransformerConfig, params: dict[str, Any], batch: Mapping[str, jax.Array], key=None
+    config: TransformerConfig,
+    params: dict[str, Any],
+    batch: Mapping[str, jax.Array],
+    key=None,
+    graph: nnx.GraphDef[Transformer] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sum the next-token cross-entropies of a batch, in nats.
 
@@ -233,11 +242,12 @@ def loss_fn(
         batch: `"tokens"`, integers [B, T + 1], and if wanted `"mask"`, weights [B, T] of the
             targets `tokens[:, 1:]`.
         key: for dropout; None is no dropout.
+        graph: of a model that was changed after it was made, as scripts/lora.py does.
 
     Returns:
         `(loss_sum, weight)`, two fp32 scalars: their quotient is the mean.
     """
-    model = nnx.merge(make_graph(config), params)
+    model = nnx.merge(graph or make_graph(config), params)
     inputs_BT, targets_BT = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     weight_BT = batch.get("mask", jnp.ones_like(targets_BT)).astype(jnp.float32)
     x_BTD = model(inputs_BT, key if config.dropout else None)
@@ -252,7 +262,7 @@ def eval_loss_fn(config, params, batch, key=None) -> tuple[jax.Array, jax.Array]
 
 
 def logits(config: TransformerConfig, params: dict[str, Any], tokens_BT: jax.Array) -> jax.Array:
-    """Make whole fp32 logits [B, T, V], without dropout, for generation."""
+    """Make whole fp32 logits [B, T, V], without dropout; models/generate.py needs not all."""
     model = nnx.merge(make_graph(config), params)
     return head_logits(model(tokens_BT), model.head_kernel)
 

@@ -202,10 +202,7 @@ def main(options: Options) -> dict[str, float]:
     if options.checkpoint:
         seconds = time_saves(make_mesh(options.devices), options.params_mb, options.rounds)
         return {"blocked": print_saves(seconds, options.params_mb)}
-    config = transformer.PRESETS[options.model]
-    changes = {"num_layers": options.layers, "seq_len": options.seq}
-    given = {name: size for name, size in changes.items() if size is not None}
-    config = dataclasses.replace(config, **given)
+    config = transformer.preset(options.model, num_layers=options.layers, seq_len=options.seq)
     mesh = make_mesh(options.devices)
     check_batch(options.batch, mesh.size)
     programs = make_programs(config, mesh, options.batch)

@@ -13,16 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh
 
 import zerojax as zj
 from models import transformer
+from models.generate import generate
 from models.transformer import TransformerConfig
 from scripts.files import Files
 from scripts.log import Screen, Summary, wrap
 from scripts.loop import run
 from scripts.mesh import make_mesh
-from scripts.sample import generate
 from scripts.text import Bytes, TokenizerFile, check_batch, make_batches, read_text, split_text
 from scripts.weights import read_initial
 from zerojax.hosts import leave
@@ -113,16 +114,15 @@ def check_least(options: Any, least: dict[str, int]) -> None:
 
 def make_config(options: Options, vocab_size: int) -> TransformerConfig:
     """Return the preset with what the options and the tokenizer change of it."""
-    changes = {
-        "num_layers": options.layers,
-        "seq_len": options.seq,
-        "vocab_size": vocab_size if options.vocab is None else options.vocab,
-        "dropout": options.dropout,
-        "remat": options.remat,
-        "prefetch": options.prefetch,
-    }
-    given = {name: value for name, value in changes.items() if value is not None}
-    return dataclasses.replace(transformer.PRESETS[options.model], **given)
+    return transformer.preset(
+        options.model,
+        num_layers=options.layers,
+        seq_len=options.seq,
+        vocab_size=vocab_size if options.vocab is None else options.vocab,
+        dropout=options.dropout,
+        remat=options.remat,
+        prefetch=options.prefetch,
+    )
 
 
 def make_plan(config: TransformerConfig, optimizer, mesh: Mesh, **how: Any) -> zj.Plan:
@@ -187,7 +187,9 @@ def main(options: Options) -> Summary:
     if options.sample and not summary.stopped_early:
         prompt = held_out[0]["tokens"][:32].tolist()
         screen.say(f"\nsample: {len(prompt)} tokens held out, continued by {options.sample}")
-        more = generate(options, config, state.params, prompt, tokenizer.vocab_size)
+        params = jax.device_put(process_allgather(state.params, tiled=True), jax.local_devices()[0])
+        key, vocab_size = jax.random.key(options.seed), tokenizer.vocab_size
+        more = generate(config, params, prompt, options.sample, key, vocab_size=vocab_size)
         summary.sample = tokenizer.decode(prompt + more)
         screen.say(wrap("prompt:    ", tokenizer.decode(prompt)))
         screen.say(wrap("continues: ", tokenizer.decode(more)))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
+import doctest
 import functools
 import math
 
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from models import config as config_module
 from models import mlp, transformer
 from models.transformer import PRESETS, TransformerConfig
 
@@ -453,3 +455,7 @@ def test_mlp_is_its_layers_one_after_another():
     expected = jnp.sum(batch["weight"] * jnp.sum((y - batch["y"]) ** 2, axis=1))
     assert_close(mlp.loss_fn(params, batch, None), (expected, jnp.sum(batch["weight"])))
     assert params["blocks"]["kernel"].shape == (4, 32, 32)
+
+
+def test_the_docstring_example_of_the_config():
+    assert doctest.testmod(config_module) == (0, 1)
