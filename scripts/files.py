@@ -70,7 +70,9 @@ class Files:
         said = json.dumps(self.options, indent=2, default=str) + "\n"
         if self.step:
             if options.exists() and options.read_text(encoding="utf-8") != said:
-                self.say_changes(json.loads(options.read_text(encoding="utf-8")), json.loads(said))
+                with contextlib.suppress(ValueError):  # half a file, which a kill left
+                    old = json.loads(options.read_text(encoding="utf-8"))
+                    self.say_changes(old, json.loads(said))
                 self.set_aside(options)
             self.keep_rows(path)
         else:

@@ -39,14 +39,19 @@ class Progress:
 
     batches: DataIterator
     summary: Summary
+    rows: int  # in a batch
 
     def get_state(self) -> dict[str, Any]:
         """Return the reader's state and the summary's numbers."""
-        return {"batches": self.batches.get_state(), "summary": self.summary.numbers()}
+        place = self.batches.get_state()
+        return {"batches": place, "rows": self.rows, "summary": self.summary.numbers()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self.batches.set_state(state["batches"])
+        """Go on from there: from that row, in batches of another size from the last one before."""
+        place, rows = state["batches"], state.get("rows", self.rows)
+        if rows != self.rows:
+            place = {**place, "next_index": place["next_index"] * rows // self.rows}
+        self.batches.set_state(place)
         for name, x in state["summary"].items():
             setattr(self.summary, name, x)
 
@@ -154,13 +159,13 @@ def run(
     )
     eval_step = zj.make_eval_step(partial(transformer.eval_loss_fn, config), plan)
     summary = Summary(recent=deque(maxlen=options.log_every))
-    progress = Progress(batches, summary)
+    progress = Progress(batches, summary, options.batch)
     keep = {"keep_latest": options.keep, "keep_best": "val_loss"}
     with (
         files,
+        stop_on_signals(screen.say_stopping) as stop,  # until the last save is complete
         zj.Checkpointer(options.out / "checkpoints", plan, **keep) as saves,
         screen,
-        stop_on_signals(screen.say_stopping) as stop,
     ):
         state = begin(options, plan, given, saves, progress, screen)
         files.go_on(summary.steps)
@@ -192,5 +197,5 @@ def run(
                 found = {"val_loss": row["val_loss"]} if "val_loss" in row else {}
                 saves.save(done.state, data=progress, metrics=found)
         summary.stopped_early = summary.steps < options.steps
-        summary.signal = stop.number
+    summary.signal = stop.number
     return state, summary

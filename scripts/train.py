@@ -184,7 +184,7 @@ def main(options: Options) -> Summary:
     screen.legend()
     state, summary = run(options, config, plan, given, batches, validation, rates, screen, files)
 
-    if options.sample and not summary.stopped_early:
+    if options.sample and not (summary.stopped_early or summary.signal):
         prompt = held_out[0]["tokens"][:32].tolist()
         screen.say(f"\nsample: {len(prompt)} tokens held out, continued by {options.sample}")
         params = jax.device_put(process_allgather(state.params, tiled=True), jax.local_devices()[0])

@@ -6,10 +6,13 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -276,6 +279,117 @@ def test_a_step_is_saved_once_and_time_does_not_run_back(tmp_path, state, plan):
         assert (tmp_path / "5" / "SHA256SUMS").stat().st_mtime_ns == before
         with pytest.raises(ValueError, match=r"a save of step 5, newer than this one of step 4:"):
             checkpoints.save(next(steps(plan, state, [4])))
+    with zj.Checkpointer(tmp_path, plan) as checkpoints:  # a run that restored nothing
+        with pytest.raises(ValueError, match=r"step 5, made by another run than this one of step"):
+            checkpoints.save(next(steps(plan, state, [5])))
+        checkpoints.restore()
+        checkpoints.save(next(steps(plan, state, [5])))
+
+
+def test_folders_of_others_are_left_alone(tmp_path, state, plan):
+    (tmp_path / "3" / "of another program").mkdir(parents=True)
+    with zj.Checkpointer(tmp_path, plan, keep_latest=1) as checkpoints:
+        for one in steps(plan, state, [4, 6, 8]):
+            checkpoints.save(one)
+    assert sorted(x.name for x in tmp_path.iterdir()) == [".lock", "3", "8"]
+
+
+def test_a_save_that_was_moved_and_linked(tmp_path, state, plan):
+    save_one(tmp_path / "run", plan, state)
+    shutil.move(tmp_path / "run" / "0", tmp_path / "elsewhere")
+    (tmp_path / "run" / "0").symlink_to(tmp_path / "elsewhere")
+    with zj.Checkpointer(tmp_path / "run", plan, keep_latest=1) as checkpoints:
+        assert checkpoints.restore() is not None
+        checkpoints.save(next(steps(plan, state, [1])))
+    assert sorted(x.name for x in (tmp_path / "run").iterdir()) == [".lock", "1"]
+    assert int(zj.restore(tmp_path / "elsewhere", plan).step) == 0  # the link is gone, no more
+
+
+def test_what_cannot_be_removed_ends_no_run(tmp_path, state, plan, monkeypatch):
+    def busy(path):
+        raise OSError(39, "Directory not empty", str(path))  # a file of it is open, on NFS
+
+    with zj.Checkpointer(tmp_path, plan, keep_latest=1) as checkpoints:
+        first, second = steps(plan, state, [1, 2])
+        checkpoints.save(first)
+        checkpoints.save(second)
+        with monkeypatch.context() as patch:
+            patch.setattr(saves.shutil, "rmtree", busy)
+            with pytest.warns(UserWarning, match=r"1\.deleting could not be removed .*not empty"):
+                checkpoints.wait()
+        assert [save.step for save in checkpoints.saves()] == [2]
+    zj.Checkpointer(tmp_path, plan).close()  # tries again
+    assert sorted(x.name for x in tmp_path.iterdir()) == [".lock", "2"]
+
+
+def test_a_manifest_without_metrics_is_the_worst_save(tmp_path, state, plan):
+    save_one(tmp_path, plan, state)
+    manifest = tmp_path / "0" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "metrics": None}))
+    with zj.Checkpointer(tmp_path, plan, keep_latest=1, keep_best="val_loss") as checkpoints:
+        checkpoints.save(next(steps(plan, state, [1])), metrics={"val_loss": 2.0})
+        checkpoints.wait()
+        assert [save.step for save in checkpoints.saves()] == [1]
+
+
+def test_a_first_save_that_fails_says_why(tmp_path, state, plan, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saves, "seal", full)
+    checkpoints = zj.Checkpointer(tmp_path, plan)
+    checkpoints.save(state)
+
+    def check_on():  # as a loop of steps does
+        for _ in range(6000):
+            checkpoints.check()
+            time.sleep(0.01)
+
+    with pytest.raises(OSError, match="No space left"):
+        check_on()
+    with pytest.raises(OSError, match="No space left"):  # still, and not that there is no save
+        checkpoints.close()
+    monkeypatch.undo()
+    save_one(tmp_path, plan, state)
+    assert int(zj.restore(tmp_path, plan).step) == 0
+
+
+def test_ctrl_c_while_waiting_loses_no_save(tmp_path, state, plan, monkeypatch):
+    seal = saves.seal
+
+    def slow(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+        seal(*args)
+
+    monkeypatch.setattr(saves, "seal", slow)
+    checkpoints = zj.Checkpointer(tmp_path, plan)
+    checkpoints.save(state)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.wait()
+    checkpoints.close()
+    assert int(zj.restore(tmp_path, plan).step) == 0
+
+
+FORGETS = """
+import sys
+import jax, optax
+import zerojax as zj
+
+zj.simulate_devices(2)
+init = lambda key: {"w": jax.random.normal(key, (1024, 1024))}
+plan = zj.make_plan(init, optax.adamw(1e-3), zj.make_mesh(), stage=3)
+checkpoints = zj.Checkpointer(sys.argv[1], plan)
+checkpoints.save(zj.init_state(plan, jax.random.key(0)))
+"""
+
+
+def test_a_program_that_forgets_to_close_is_told(tmp_path):
+    """The save may be complete in time; if not, that is said, and nothing hangs."""
+    command = [sys.executable, "-c", FORGETS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    lost = f"the last save to {tmp_path} is lost: the program ended before" in done.stderr
+    assert lost is not (tmp_path / "0").exists()
 
 
 def test_what_was_left_unfinished_is_removed_and_never_seen(tmp_path, state, plan):
@@ -525,6 +639,20 @@ def test_arguments(tmp_path, state, plan):
     with pytest.raises(ValueError, match="Use the plan that made the state"):
         save_one(tmp_path, other, state)
 
+    class Numbered(Reader):
+        def get_state(self):
+            return {"workers": [{0: 7}]}
+
+    with (
+        zj.Checkpointer(tmp_path / "numbered", plan) as checkpoints,
+        pytest.raises(ValueError, match=r"not for JSON \(the key 0 is a int\); .* strings as keys"),
+    ):
+        checkpoints.save(state, data=Numbered())
+    with pytest.raises(ValueError, match=r"is closed; make another of the same folder"):
+        checkpoints.save(state)
+    with pytest.raises(OSError, match=r"this process does not see the folder .*reach"):
+        saves.check_shared(tmp_path / "of another host")
+
     class Odd(Reader):
         def get_state(self):
             return object()
@@ -542,6 +670,24 @@ def test_one_run_at_a_time(tmp_path, state, plan):
         with pytest.raises(BlockingIOError, match=r"another run is saving to .*; wait until"):
             zj.Checkpointer(tmp_path, plan)
     zj.Checkpointer(tmp_path, plan).close()
+
+
+def test_a_forked_child_does_not_keep_the_folder(tmp_path, plan):
+    checkpoints = zj.Checkpointer(tmp_path, plan)
+    child = os.dup(checkpoints._lock.fileno())  # what a fork copies
+    checkpoints.close()
+    zj.Checkpointer(tmp_path, plan).close()
+    os.close(child)
+
+
+def test_a_donated_state_is_refused(tmp_path, state, plan):
+    step = zj.make_train_step(toy.loss_fn, plan)
+    step(state, zj.shard_batch(next(toy.batches()), plan))
+    with (
+        zj.Checkpointer(tmp_path, plan) as checkpoints,
+        pytest.raises(ValueError, match="this state was given to an earlier step"),
+    ):
+        checkpoints.save(state)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, plan):

@@ -10,12 +10,16 @@ import random
 import signal
 import subprocess
 import time
+from collections import deque
 
 import numpy as np
 import pytest
 
 import zerojax as zj
 from scripts.files import Files
+from scripts.log import Summary
+from scripts.loop import Progress
+from scripts.text import Windows, make_batches
 from scripts.train import Options, main
 from tests.test_hosts import children, finish, flags, launched
 from tests.test_train import ROOT, TEXT, command, read_rows
@@ -109,6 +113,57 @@ def test_a_run_that_forgets_its_data_is_noticed(options, whole, monkeypatch):
     main(here)
     assert numbers(here.out) != whole[0]
     assert numbers(here.out)[:2] == whole[0][:2]
+
+
+def test_batches_of_another_size_go_on_at_the_same_row():
+    windows = Windows(np.arange(1000), 8, "training")
+
+    def begin(rows):
+        batches = make_batches(windows, rows)
+        return batches, Progress(batches, Summary(recent=deque()), rows)
+
+    before, progress = begin(8)
+    for _ in range(4):
+        next(before)
+    saved = progress.get_state()
+    following = [next(before)["tokens"] for _ in range(2)]
+    for rows in (4, 8, 16):
+        after, progress = begin(rows)
+        progress.set_state(saved)
+        found = [next(after)["tokens"] for _ in range(16 // rows)]
+        np.testing.assert_array_equal(np.concatenate(found), np.concatenate(following))
+
+
+def test_half_a_file_of_options_stops_no_run(options, whole, monkeypatch):
+    """What a kill leaves, or a full disk."""
+    here = dataclasses.replace(options, out=options.out.parent / "half")
+    with monkeypatch.context() as patch:
+        stop_at(patch, 2)
+        main(here)
+    (here.out / "options.json").write_text('{"model": "ti')
+    main(here)
+    assert numbers(here.out) == whole[0]
+    assert json.loads((here.out / "options.json").read_text())["steps"] == 10
+
+
+def test_sigterm_while_the_last_save_is_written(options, whole, monkeypatch):
+    """It is completed, and no sample drawn."""
+    here = dataclasses.replace(options, sample=20, out=options.out.parent / "last")
+    seal = saves.seal
+
+    def signalled(folder, manifest):
+        if manifest["step"] == 10:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+        seal(folder, manifest)
+
+    monkeypatch.setattr(saves, "seal", signalled)
+    summary = main(here)
+    assert (summary.signal, summary.steps, summary.stopped_early) == (signal.SIGTERM, 10, False)
+    assert not summary.sample
+    assert numbers(here.out) == whole[0]
+    assert saves.find_saves(here.out / "checkpoints")[0].step == 10
 
 
 @pytest.mark.parametrize(

@@ -3,21 +3,25 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import atexit
 import contextlib
 import datetime
+import logging
 import os
 import shutil
+import weakref
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from zerojax import saves
-from zerojax.checks import check_plan, check_runs, check_state
+from zerojax.checks import check_alive, check_plan, check_runs, check_state
 from zerojax.entries import ITEMS, DataIterator, data_states, entries
 from zerojax.plan import Plan
 from zerojax.restore import restore_newest
@@ -77,13 +81,23 @@ class Checkpointer:
         self.folder, self.plan = saves.local_path(folder), plan
         self.keep_latest, self.keep_best = keep_latest, keep_best
         self._lock = saves.open_folder(self.folder) if jax.process_index() == 0 else None
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("opened the folder of saves")
+            saves.check_shared(self.folder)
         self._about = _about(plan)
-        self._remover = concurrent.futures.ThreadPoolExecutor(1)  # a large save takes a while
-        self._removing: list[concurrent.futures.Future[None]] = []
         self._saving: tuple[Path, dict[str, Any]] | None = None
-        options = ocp.options.AsyncOptions(post_finalization_callback=self._seal)
+        self._step: int | None = None  # that this run saved or restored last
+        # Waits in a thread: Python forgets a thread if Ctrl-C comes while it is joined.
+        self._waiting = ThreadPoolExecutor(1)
+        self._done: Future[None] | None = None
+        self._closed = False
+        # Folders made at once: where their thread fails, others wait for them for minutes.
+        options = ocp.options.AsyncOptions(
+            post_finalization_callback=self._seal, create_directories_asynchronously=False
+        )
         handler = ocp.CompositeCheckpointHandler(*ITEMS)
         self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
+        _OPEN.add(self)
 
     def save(
         self,
@@ -94,8 +108,8 @@ class Checkpointer:
     ) -> None:
         """Begins to save and returns; the state may be donated to the next step at once.
 
-        It waits for the save before, if that is not complete. A step that is saved already is not
-        saved again.
+        It waits for the save before, if that is not complete. A step that this run saved or
+        restored already is not saved again.
 
         Args:
           state: of the plan; its `step` names the save.
@@ -104,19 +118,24 @@ class Checkpointer:
 
         Raises:
           OSError: the save before could not be written; earlier ones are as they were.
-          ValueError: the state is not of the plan, or the folder has newer saves.
+          ValueError: the state is not of the plan or was donated, `data` is not for JSON, the
+            folder has a newer save, or one of this step by another run; after `close`.
         """
+        if self._closed:
+            raise ValueError("this Checkpointer is closed; make another of the same folder.")
+        check_alive(state)
         check_state(self.plan, state)
         self.wait()
         step = int(state.step)
         target = self.folder / str(step)
         newest = max((s.step for s in self.saves()), default=-1)
-        if newest == step:
+        if newest == step == self._step:
             return
-        if newest > step:
+        if newest >= step:
+            what = "newer than this one" if newest > step else "made by another run than this one"
             raise ValueError(
-                f"{self.folder} holds a save of step {newest}, newer than this one of step {step}: "
-                "a run goes on from its newest save. Give this run a folder of its own."
+                f"{self.folder} holds a save of step {newest}, {what} of step {step}: a run goes "
+                "on from its newest save, by restore(). Give this run a folder of its own."
             )
         manifest = {
             "step": step,
@@ -131,6 +150,8 @@ class Checkpointer:
         self._saving = Path(f"{target}{saves.WRITING}"), manifest
         with _naming(target):
             self._orbax.save(target, args=ocp.args.Composite(**args))
+        self._step = step
+        self._finish()
 
     def restore(self, *, data: DataIterator | None = None) -> TrainState | None:
         """The state of the newest save that is whole, on the plan; None if there is no save.
@@ -141,7 +162,9 @@ class Checkpointer:
         self.wait()
         if not self.saves():
             return None
-        return restore_newest(self.folder, self.plan, data, aside=True)
+        state = restore_newest(self.folder, self.plan, data, aside=True)
+        self._step = int(state.step)
+        return state
 
     def saves(self) -> list[Save]:
         """The complete saves, the newest first."""
@@ -156,32 +179,33 @@ class Checkpointer:
             return
         try:
             with _naming(self._saving[0]):
-                self._orbax.wait_until_finished()
-        finally:
-            unfinished, self._saving = self._saving[0], None
-            if jax.process_index() == 0 and unfinished.exists():
-                shutil.rmtree(unfinished)
-        self._removed()
-        if jax.process_index() == 0:
-            old = saves.prune(self.folder, self.keep_latest, self.keep_best)
-            self._removing = [self._remover.submit(shutil.rmtree, path) for path in old]
+                self._finish().result()
+        except OSError:
+            self._clear()
+            raise
+        self._clear()  # after Ctrl-C not: it is still being written
 
     def check(self) -> None:
         """Raises OSError if the save under way has failed; waits for nothing."""
-        if self._saving is not None:
+        if self._saving is not None and self._finish().done():
             with _naming(self._saving[0]):
-                self._orbax.check_for_errors()
+                self._finish().result()
 
     def close(self) -> None:
-        """Waits for the last save, and lets other runs have the folder."""
+        """Waits for the last save, and lets other runs have the folder.
+
+        Python lets no program that ends finish a save: without this the last one may be lost.
+        """
+        if self._closed:
+            return
         try:
             self.wait()
-            self._removed()
         finally:
-            self._remover.shutdown()
+            self._closed = True
+            self._waiting.shutdown()
             self._orbax.close()
             if self._lock is not None:
-                self._lock.close()
+                saves.close_folder(self._lock)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -189,16 +213,48 @@ class Checkpointer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _removed(self) -> None:
-        """Returns when older saves are removed. Raises OSError if one could not be."""
-        for removing in self._removing:
-            removing.result()
-        self._removing = []
+    def _finish(self) -> Future[None]:
+        """What is done when the last save is complete and older ones are removed, or it failed."""
+
+        def finish() -> None:
+            self._orbax.wait_until_finished()
+            if jax.process_index() == 0:
+                saves.prune(self.saves(), self.keep_latest, self.keep_best)
+
+        if self._done is None:
+            self._done = self._waiting.submit(finish)
+        return self._done
+
+    def _clear(self) -> None:
+        """Removes what the last save left unfinished, if anything."""
+        assert self._saving is not None
+        unfinished, self._saving, self._done = self._saving[0], None, None
+        if jax.process_index() == 0 and unfinished.exists():
+            shutil.rmtree(unfinished)
 
     def _seal(self) -> None:
         """Called on process 0 when all arrays are written, before the folder gets its name."""
         assert self._saving is not None
         saves.seal(*self._saving)
+
+
+_OPEN: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+@atexit.register
+def _say_lost() -> None:
+    """Says which saves were cut off: threads that write can start no more work by now."""
+    for each in list(_OPEN):
+        try:
+            each.wait()
+        except (OSError, RuntimeError):
+            logging.getLogger("zerojax").error(
+                f"the last save to {each.folder} is lost: the program ended before it was "
+                "complete. Call close() of the Checkpointer, or use it in a `with` statement."
+            )
+
+
+os.register_at_fork(after_in_child=_OPEN.clear)  # a child's end is no end of the run
 
 
 @contextlib.contextmanager

@@ -83,12 +83,14 @@ def make_state(plan: Plan, arrays: Sequence[jax.Array]) -> TrainState:
 
 def data_states(data: DataIterator) -> list[Any]:
     """The iterator's state on every process, as JSON holds it. Raises ValueError if it cannot."""
+    state = data.get_state()
     try:
-        said = json.dumps(data.get_state())
+        _check_keys(state)
+        said = json.dumps(state)
     except TypeError as error:
         raise ValueError(
             f"data.get_state() of a {type(data).__name__} is not for JSON ({error}); it must be "
-            "made of numbers, strings, lists and dicts."
+            "made of numbers, strings, lists and dicts with strings as keys."
         ) from error
     if jax.process_count() == 1:
         return [json.loads(said)]
@@ -96,6 +98,17 @@ def data_states(data: DataIterator) -> list[Any]:
     sizes = multihost_utils.process_allgather(np.array(raw.size))
     padded = multihost_utils.process_allgather(np.pad(raw, (0, int(sizes.max()) - raw.size)))
     return [json.loads(bytes(x[:n])) for x, n in zip(np.asarray(padded), sizes, strict=True)]
+
+
+def _check_keys(state: Any) -> None:
+    """Raises TypeError for a key that JSON would turn into a string."""
+    if isinstance(state, dict):
+        for key in state:
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} is a {type(key).__name__}")
+    if isinstance(state, dict | list | tuple):
+        for x in state.values() if isinstance(state, dict) else state:
+            _check_keys(x)
 
 
 def is_key(x: Any) -> bool:

@@ -13,7 +13,6 @@ first. So a folder whose name is a number is a whole save, unless its files were
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import errno
 import fcntl
@@ -23,7 +22,9 @@ import math
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -133,7 +134,7 @@ def _digests(folder: Path, names: Sequence[str]) -> Iterator[tuple[str, str]]:
         with (folder / name).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing leaves Python's lock
+    with ThreadPoolExecutor() as pool:  # hashing leaves Python's lock
         yield from zip(names, pool.map(digest, names), strict=True)
 
 
@@ -156,7 +157,10 @@ def open_folder(folder: Path) -> TextIO:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         lock.close()
-        why = f"another run is saving to {folder}; wait until it ends, or give another folder"
+        why = (
+            f"another run is saving to {folder}; wait until it ends, or give another folder (if it "
+            "is this program's own Checkpointer, close() that first)"
+        )
         raise BlockingIOError(error.errno, why) from error
     except OSError as error:  # a network file system without locks
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
@@ -164,20 +168,51 @@ def open_folder(folder: Path) -> TextIO:
     for path in folder.iterdir():
         name, dot, end = path.name.partition(".")
         if name.isdecimal() and (dot + end).startswith((WRITING, DELETING)):
-            shutil.rmtree(path)
+            _remove(path)
     return lock
 
 
-def prune(folder: Path, keep_latest: int, keep_best: str | None) -> list[Path]:
-    """Renames all saves but the latest ones and the one whose metric is the smallest.
+def check_shared(folder: Path) -> None:
+    """Raises OSError unless the folder that process 0 opened is there for this process too."""
+    try:
+        (folder / ".lock").open().close()
+    except OSError as error:
+        why = f"this process does not see the folder {folder} that process 0 made"
+        raise OSError(
+            error.errno, f"{why} ({error.strerror}); give one that all processes reach"
+        ) from error
 
-    Returns the new paths, which are no saves any more, for the caller to remove.
+
+def close_folder(lock: TextIO) -> None:
+    """Lets other runs have the folder, also while a forked child holds a copy of the lock."""
+    with contextlib.suppress(OSError):  # a network file system without locks
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    lock.close()
+
+
+def prune(found: Sequence[Save], keep_latest: int, keep_best: str | None) -> None:
+    """Removes all but the latest saves and the one whose metric is the smallest.
+
+    A folder without manifest and sums is not ours, whatever its name. What cannot be removed is
+    named in a warning: it is no reason for a run to end.
     """
-    found = find_saves(folder)
+    found = [x for x in found if (x.path / MANIFEST).exists() or (x.path / SUMS).exists()]
     kept = set(found[:keep_latest])
-    if keep_best is not None:
+    if found and keep_best is not None:
         kept.add(min(found, key=lambda save: (_metric(save, keep_best), -save.step)))
-    return [x.path.rename(f"{x.path}{DELETING}") for x in found if x not in kept]
+    for save in found:
+        if save not in kept:
+            _remove(save.path)
+
+
+def _remove(path: Path) -> None:
+    """Renames a folder, so that it is no save, and removes it; warns if that fails."""
+    try:
+        if not path.name.endswith(DELETING):
+            path = path.rename(f"{path}{DELETING}")
+        path.unlink() if path.is_symlink() else shutil.rmtree(path)
+    except OSError as error:  # such as a file that is still open, on a network file system
+        warnings.warn(f"{path} could not be removed ({error}); remove it by hand", stacklevel=2)
 
 
 def set_aside(save: Save) -> Path:
@@ -192,7 +227,8 @@ def set_aside(save: Save) -> Path:
 
 def _metric(save: Save, name: str) -> float:
     """The save's metric; infinite where it has none, is not a number, or cannot be read."""
-    with contextlib.suppress(ValueError):  # a damaged manifest is reported where it is restored
+    # A damaged manifest is reported where it is restored.
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         value = float(save.manifest()["metrics"].get(name, math.inf))
         return math.inf if math.isnan(value) else value
     return math.inf
