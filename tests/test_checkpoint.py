@@ -526,6 +526,14 @@ def test_odd_leaves(tmp_path):
     assert zj.restore_params(tmp_path)["empty"].shape == (0, 8)
 
 
+def test_keys_of_another_kind_are_refused(tmp_path, plan):
+    with jax.default_prng_impl("rbg"):
+        other = make_plan("adamw", 8, 3)
+        save_one(tmp_path, other, zj.init_state(other, jax.random.key(0)))
+    with pytest.raises(ValueError, match=r"PRNG keys of type key<rbg>, .* are key<fry>\. Set jax_"):
+        zj.restore(tmp_path, plan)
+
+
 def test_two_leaves_of_one_path_are_refused(tmp_path):
     init = lambda key: {"a/b": jnp.ones(8), "a": {"b": jnp.zeros(8)}}
     plan = zj.make_plan(init, optax.sgd(0.1), zj.make_mesh(8), stage=3)

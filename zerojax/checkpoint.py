@@ -289,6 +289,7 @@ def _about(plan: Plan) -> dict[str, Any]:
             "partitioner": type(plan.partitioner).__name__.lower(),
             "mesh": dict(plan.mesh.shape),
             "processes": jax.process_count(),
+            "keys": str(plan.abstract_state.key.dtype),
             "precision": dtypes,
         },
         "leaves": leaves,

@@ -137,6 +137,12 @@ def restore_newest(
     save = _choose(path, ITEMS, aside=aside)
     manifest = save.manifest()
     leaves = manifest["leaves"]
+    keys = str(plan.abstract_state.key.dtype)
+    if keys != manifest["plan"]["keys"]:
+        raise ValueError(
+            f"{save.path} holds PRNG keys of type {manifest['plan']['keys']}, and the plan's are "
+            f"{keys}. Set jax_default_prng_impl as it was for the run, before make_plan."
+        )
     found = entries(plan, plan.abstract_state)
     _check_same(save, leaves, [entry for entry in found if entry.item == "params"])
     _check_same(save, leaves, [entry for entry in found if entry.item == "optimizer"])
