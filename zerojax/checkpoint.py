@@ -39,7 +39,7 @@ class Checkpointer:
       folder: the run's own; made if missing. What an earlier run left unfinished is removed.
       plan: from `make_plan`; the states saved are of this plan.
       keep_latest: how many of the newest saves to keep.
-      keep_best: the name of a metric; the save with the smallest is kept too.
+      keep_best: the name of a metric; of the saves that have it, the smallest is kept too.
 
     Raises:
       OSError: the folder cannot be written to, or another run saves to it.
