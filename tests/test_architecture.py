@@ -57,6 +57,7 @@ FLOORS = {
     "receipt": 6,
     "audit": 8,
     "__init__": 9,
+    "__main__": 9,
 }
 FILES = sorted((ROOT / "zerojax").glob("*.py"))
 
