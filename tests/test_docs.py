@@ -19,7 +19,8 @@ from zerojax.table import format_bytes
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
+DOCUMENTS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+DOCUMENTS += [*(ROOT / "docs").glob("*.md"), *(ROOT / ".github").rglob("*.md")]
 MODULES = [f"zerojax.{path.stem}" for path in sorted((ROOT / "zerojax").glob("[!_]*.py"))]
 
 
