@@ -5,6 +5,7 @@ All programs train the same model on the same batch; they are timed in turn, one
 after round, so that a noisy machine disturbs all alike. What counts are the ratios.
 
   make bench ARGS="--rounds 30 --batch 64"
+  make bench ARGS="--out out/bench"
   make bench ARGS=--checkpoint
 """
 
@@ -14,9 +15,8 @@ import dataclasses
 import functools
 import statistics
 import sys
-import time
-from collections.abc import Callable
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
@@ -29,8 +29,10 @@ import zerojax as zj
 from models import transformer
 from models.transformer import TransformerConfig
 from scripts.bench_saves import print_saves, time_saves
+from scripts.bench_sweep import sweep
 from scripts.mesh import make_mesh
 from scripts.text import check_batch
+from scripts.timing import Program, announce, repeat, time_steps, unsharded_step
 from scripts.train import check_least, make_plan
 from zerojax.memory import live_bytes
 from zerojax.table import format_bytes, format_table
@@ -52,35 +54,12 @@ class Options:
     """Rows of the global batch, a multiple of devices."""
     rounds: int = 20
     """Timed rounds, 2 or more; each runs every program once."""
+    out: Path | None = None
+    """Folder for bench.md and bench.png: stages, devices, prefetch and microbatches, in minutes."""
     checkpoint: bool = False
     """Time saves of --params-mb of parameters in place of steps."""
     params_mb: int = 256
     """MB of fp32 parameters that --checkpoint saves, with Adam's moments of twice as much."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """One way to train: `run()` makes a step and returns arrays to wait for."""
-
-    name: str
-    run: Callable[[], Any]
-    state_bytes: int  # on each device
-
-
-def unsharded_step(loss_fn, optimizer):
-    """The plain step of one device: what the ratios are measured against."""
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, opt_state, batch):
-        def total(params):
-            loss_sum, weight = loss_fn(params, batch, None)
-            return loss_sum / weight
-
-        loss, grads = jax.value_and_grad(total)(params)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    return step
 
 
 def naive_step(loss_fn, optimizer, mesh, params):
@@ -113,17 +92,6 @@ def naive_step(loss_fn, optimizer, mesh, params):
         jax.device_put(params, places[0]),
         jax.jit(optimizer.init, out_shardings=places[1])(params),
     )
-
-
-def repeat(step, *state) -> Callable[[], Any]:
-    """Return a function that runs `(*state, loss) = step(*state)` on the state it left last."""
-    state = list(state)
-
-    def run():
-        *state[:], loss = step(*state)
-        return state, loss
-
-    return run
 
 
 def make_programs(config: TransformerConfig, mesh: Mesh, rows: int) -> list[Program]:
@@ -167,31 +135,6 @@ def make_programs(config: TransformerConfig, mesh: Mesh, rows: int) -> list[Prog
     return programs
 
 
-def announce(text: str) -> None:
-    """Say on stderr what takes a while: one line that changes on a terminal, else a line each."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-    elif text:
-        print(text, file=sys.stderr, flush=True)
-
-
-def time_steps(programs: list[Program], rounds: int) -> np.ndarray:
-    """Compile, then return seconds [rounds, programs] of one step each, in turn."""
-    for number, program in enumerate(programs, start=1):
-        announce(f"compiling {number} of {len(programs)}: {program.name}")
-        program.run()
-        jax.block_until_ready(program.run())  # not timed: the first run on its own outputs
-    announce(f"timing {rounds} rounds")
-    seconds = np.zeros((rounds, len(programs)))
-    for i in range(rounds):
-        for j, program in enumerate(programs):
-            start = time.perf_counter()
-            jax.block_until_ready(program.run())
-            seconds[i, j] = time.perf_counter() - start
-    announce("")
-    return seconds
-
-
 def main(options: Options) -> dict[str, float]:
     """Print the table; return the median ratio of each program to the unsharded step.
 
@@ -205,6 +148,8 @@ def main(options: Options) -> dict[str, float]:
     config = transformer.preset(options.model, num_layers=options.layers, seq_len=options.seq)
     mesh = make_mesh(options.devices)
     check_batch(options.batch, mesh.size)
+    if options.out is not None:
+        return sweep(config, mesh.size, options.batch, options.rounds, options.model, options.out)
     programs = make_programs(config, mesh, options.batch)
     seconds = time_steps(programs, options.rounds)
 

@@ -90,8 +90,8 @@ def main(options: Options) -> list[float]:
     plan = make_plan(frozen=lambda path: not lora.is_adapter(path))
     plans = plan, make_plan()  # the second trains all, to say what freezing saves
     few, many = (sum(x.num_bytes for x in (*p.opt_state, *p.master)) for p in plans)
-    print(f"{plan}\n\noptimizer state on all devices: {format_bytes(few)}, and if nothing were")
-    print(f"frozen {format_bytes(many)}: the base saves {format_bytes(many - few)}\n")
+    print(f"{plan}\n\noptimizer state on all devices: {format_bytes(few)}; if all were trained,")
+    print(f"{format_bytes(many)}: freezing the base saves {format_bytes(many - few)}\n")
     state = zj.init_state(plan, jax.random.key(options.seed), read_given(options, plan))
     rank, scale = options.rank, 2.0  # the paper's alpha / rank
     loss_fn = partial(transformer.loss_fn, config, graph=lora.make_graph(config, rank, scale))

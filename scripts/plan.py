@@ -28,7 +28,6 @@ import tyro
 import zerojax as zj
 from models import transformer
 from scripts import paper
-from scripts.bench import announce
 from scripts.cases import (
     RESERVE,
     Case,
@@ -44,6 +43,7 @@ from scripts.cases import (
     show,
     usable_bytes,
 )
+from scripts.timing import announce
 from scripts.train import check_least
 from zerojax.precision import get_precision
 from zerojax.table import format_bytes

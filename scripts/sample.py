@@ -114,6 +114,8 @@ def main(options: Options) -> str:
     text = tokenizer.decode(more)
     print(wrap("prompt:    ", run.prompt))
     print(wrap("continues: ", text))
+    if len(ids) + run.tokens > config.seq_len + 1:
+        print(f"past {config.seq_len} tokens the window began again with its last half")
     return text
 
 

@@ -58,6 +58,7 @@ FLOORS = {
     "receipt": 8,
     "audit": 9,
     "__init__": 10,
+    "__main__": 10,
 }
 FILES = sorted((ROOT / "zerojax").glob("*.py"))
 

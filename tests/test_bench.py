@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts import bench_sweep
 from scripts.bench import Options, main
+from scripts.bench_sweep import Point, choose_points
 
 ROOT = Path(__file__).parents[1]
 
@@ -70,3 +72,56 @@ def test_a_mistake_is_exit_code_2_without_a_traceback(arguments, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_is_varied():
+    """One thing at a time; nothing twice."""
+    points = choose_points(8)
+    assert len(points) == len(set(points)) == 14
+    assert {(p.stage, p.devices) for p in points} == {(s, n) for s in range(4) for n in (2, 8)}
+    assert {p.prefetch for p in points if p.stage == 3} == {0, 1, 2}
+    assert max(sum(x != y for x, y in zip(p[2:], (1, 1), strict=True)) for p in points) == 1
+    assert choose_points(2)[:4] == [Point(s, 2) for s in range(4)]
+
+
+def test_the_sweep_writes_a_table_and_a_picture(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_sweep, "PREFETCHES", (0, 1))
+    monkeypatch.setattr(bench_sweep, "MICROBATCHES", (1,))
+    out = tmp_path / "sweep"
+    ratios = main(Options(layers=1, seq=16, batch=8, rounds=2, devices=2, out=out))
+    printed, said = capsys.readouterr()
+    assert printed == f"wrote {out / 'bench.md'} and {out / 'bench.png'}\n"
+    assert "compiling 1 of 5: Point(stage=0, devices=2, prefetch=1, microbatches=1)" in said
+    text = (out / "bench.md").read_text()
+    assert text.startswith(
+        "# Step time and bytes: tiny, 8 rows of 16 tokens, 2 simulated devices (cpu)\n"
+    )
+    assert "![step time and bytes](bench.png)" in text
+    assert max(map(len, text.splitlines())) <= 100
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len(lines) == 2 + len(ratios) == 2 + 5
+    header, alone, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert alone[:5] == ["-", "1", "-", "1", "1.00"]
+    assert {len(row) for row in rows} == {len(header)}
+    rest = {row[0]: row[6] for row in rows}
+    assert rest["0"] == alone[6] == "2.80 MB"
+    assert (rest["1"], rest["3"]) == ("1.87 MB", "1.40 MB")
+    assert {row[2] for row in rows if row[0] == "3"} == {"0", "1"}
+    assert (out / "bench.png").read_bytes().startswith(b"\x89PNG")
+    for row in rows:
+        low, high = map(float, row[5].split(" - "))
+        assert low <= float(row[4]) <= high
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"devices": 1}, r"--devices: a sweep with 1 device shows nothing; give 2 or more"),
+        ({"batch": 16}, r"8 devices x 4 microbatches = 32; give --batch 32"),
+        ({"out": ROOT / "Makefile" / "x"}, r"--out: cannot make the folder .*Makefile/x \(Not a"),
+    ],
+)
+def test_what_the_sweep_refuses(change, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        main(Options(**{"out": tmp_path / "out", **change}))
+    assert not (tmp_path / "out").exists()

@@ -30,7 +30,8 @@ from zerojax.table import format_bytes
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-DOCUMENTS = [*PAGES, ROOT / "CHANGELOG.md"]
+DOCUMENTS = [*PAGES, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md"))]
+DOCUMENTS += (ROOT / ".github").rglob("*.md")
 MAKEFILE = (ROOT / "Makefile").read_text()
 MODULES = [f"zerojax.{path.stem}" for path in sorted((ROOT / "zerojax").glob("[!_]*.py"))]
 

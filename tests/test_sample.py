@@ -67,10 +67,12 @@ def test_what_it_prints_and_its_options(run, text, capsys):
     drawn = main(options(run, seed=1))
     printed = capsys.readouterr().out
     assert printed.startswith("prompt:    if x:\ncontinues: ")
+    assert printed.splitlines()[-1] == "past 16 tokens the window began again with its last half"
     assert drawn != text
     assert drawn == main(options(run, seed=1))
     assert main(options(run, top_k=1)) == main(options(run, temperature=0))
     assert len(main(options(run, dtype="bfloat16", tokens=3))) <= 3
+    assert "past 16" not in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_options_of_the_run_are_those_that_are_not_given(run):
