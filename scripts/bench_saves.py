@@ -15,6 +15,12 @@ import zerojax as zj
 from zerojax.table import format_table
 
 
+def settle(state: zj.TrainState) -> None:
+    """Wait for a step, and for its threads: on a CPU they are busy for a while after its end."""
+    jax.block_until_ready(state)
+    time.sleep(0.5)
+
+
 def time_saves(mesh: Mesh, params_mb: int, rounds: int, folder: Path | None = None) -> np.ndarray:
     """Return seconds [rounds, 4]: asynchronous save, until it is complete, synchronous, restore.
 
@@ -47,7 +53,7 @@ def time_saves(mesh: Mesh, params_mb: int, rounds: int, folder: Path | None = No
         with zj.Checkpointer(root, plan, keep_latest=1) as checkpoints:
             for i in range(rounds):
                 state, _ = step(state, batch)
-                jax.block_until_ready(state.params)
+                settle(state)
                 start = time.perf_counter()
                 checkpoints.save(state)
                 seconds[i, 0] = time.perf_counter() - start
@@ -55,7 +61,7 @@ def time_saves(mesh: Mesh, params_mb: int, rounds: int, folder: Path | None = No
                     time.sleep(0.001)
                 seconds[i, 1] = time.perf_counter() - start
                 state, _ = step(state, batch)
-                jax.block_until_ready(state.params)
+                settle(state)
                 start = time.perf_counter()
                 checkpoints.save(state)
                 checkpoints.wait()

@@ -125,3 +125,17 @@ def test_what_the_sweep_refuses(change, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         main(Options(**{"out": tmp_path / "out", **change}))
     assert not (tmp_path / "out").exists()
+
+
+def test_the_time_that_a_save_takes(capsys):
+    found = main(Options(checkpoint=True, params_mb=1, rounds=2))
+    table = capsys.readouterr().out.splitlines()
+    assert table[0] == "3 MB of state (fp32, Adam), medians of 2 rounds"
+    assert [line.split("  ")[0] for line in table[4:]] == [
+        "the step waits for a save",
+        "until it is complete",
+        "a save that is waited for",
+        "restore",
+    ]
+    assert table[6].endswith(" 100.0 %")
+    assert 0 < found["blocked"] < 1

@@ -44,6 +44,7 @@ def test_own_steps_are_the_same(num_devices, stage, partitioner, precision, micr
     printed = str(found)
     assert f"stage {stage} over {num_devices} devices, beside one device" in printed
     assert "All 10 gradients agree; the worst is " in printed
+    assert max(map(len, printed.splitlines())) <= 100
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
 
 

@@ -125,6 +125,9 @@ def predict_peak(loss_fn: LossFn, plan: Plan, batch: Any, *, microbatches: int =
         more = sum(sizes) // plan.num_devices + count * max(sizes)
         moments.append(("the optimizer", {"gradients": sums, "outside": more}))
     moment, parts = max(moments, key=lambda item: sum(item[1].values()))
+    if (reused := parts.get("outside", 0)) < 0:  # in the place of an array of another kind
+        largest = max(parts, key=lambda kind: parts[kind])
+        parts |= {"outside": 0, largest: parts[largest] + reused}
     # With microbatches the loss function is traced once more for shapes, outside this trace.
     used = {int(number) for number in re.findall(rf"{ledger.NAME}(\d+)_forward", str(jaxpr))}
     ran = tuple(stack for number, stack in enumerate(stacks) if number in used)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from typing import NamedTuple
 
 import jax
@@ -95,9 +96,9 @@ class Comparison:
         worst = max(self.grads, key=lambda leaf: np.nan_to_num(leaf.error, nan=np.inf))
         if self.same:
             found = f"the worst is {worst.path!r}, by {worst.error:.1e} of its largest value"
-            lines.append(
-                f"All {len(self.grads)} gradients agree; {found} (limit {self.limit:.1e})."
-            )
+            found = f"the worst is {worst.path!r}, by {worst.error:.1e} of its largest value"
+            said = f"All {len(self.grads)} gradients agree; {found} (limit {self.limit:.1e})."
+            lines.append(textwrap.fill(said, 100))
             return "\n".join(lines)
         apart = [leaf for leaf in self.grads if not leaf.error <= self.limit]
         said = f"{len(apart)} of {len(self.grads)} gradients differ (limit {self.limit:.1e})"
