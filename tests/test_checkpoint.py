@@ -241,18 +241,31 @@ def test_the_state_may_be_donated_while_it_is_saved(tmp_path):
         np.testing.assert_array_equal(found.params["w"], w)
 
 
-def test_a_restored_state_is_donated_by_its_first_step(tmp_path):
-    init = lambda key: {"w": jax.random.normal(key, (256, 256))}
-    plan = zj.make_plan(init, optax.adamw(1e-3), zj.make_mesh(8), stage=3)
-    save_one(tmp_path, plan, zj.init_state(plan, jax.random.key(0)))
-    state = zj.restore(tmp_path, plan)
-    w = state.params["w"]
-    before = [shard.data.unsafe_buffer_pointer() for shard in w.addressable_shards]
-    step = zj.make_train_step(lambda p, b, k: (jnp.sum((b @ p["w"]) ** 2), b.size), plan)
-    state, _ = step(state, zj.shard_batch(np.ones((8, 256), np.float32), plan))
-    assert w.is_deleted()
-    after = [s.data.unsafe_buffer_pointer() for s in state.params["w"].addressable_shards]
-    assert before == after
+def test_a_state_restored_or_given_is_donated_by_its_first_step(tmp_path):
+    """Into its own memory, whatever the size: an array of NumPy's memory would be copied."""
+
+    def init(key):
+        return {f"w{n}": jax.random.normal(key, (8 * n, 8 * n)) for n in range(1, 40)}
+
+    def pointers(params):
+        return {
+            name: [shard.data.unsafe_buffer_pointer() for shard in w.addressable_shards]
+            for name, w in params.items()
+        }
+
+    plan = zj.make_plan(init, optax.sgd(0.1), zj.make_mesh(8), stage=3)
+    fresh = zj.init_state(plan, jax.random.key(0))
+    given = {name: np.asarray(w).copy() for name, w in fresh.params.items()}
+    save_one(tmp_path, plan, fresh)
+    restored, begun = zj.restore(tmp_path, plan), zj.init_state(plan, jax.random.key(0), given)
+    grow = jax.jit(lambda params: jax.tree.map(lambda w: w + 1, params), donate_argnums=0)
+    for state in (fresh, restored, begun):
+        before = pointers(state.params)
+        after = pointers(grow(state.params))
+        assert all(w.is_deleted() for w in state.params.values())
+        assert {name for name in before if before[name] != after[name]} == set()
+    for name, w in given.items():
+        np.testing.assert_array_equal(w, zj.restore_params(tmp_path)[name])  # not written into
 
 
 def test_kept_are_the_latest_and_the_best(tmp_path, state, plan):

@@ -13,7 +13,7 @@ import numpy as np
 
 from zerojax.checks import flat
 from zerojax.paths import is_below, leaf_path
-from zerojax.state import PyTree
+from zerojax.state import PyTree, owned
 
 
 def match_params(abstract_params: PyTree, params: PyTree) -> list[Any]:
@@ -59,7 +59,9 @@ def place(value: Any, array: jax.ShapeDtypeStruct) -> jax.Array:
         def read(index: Any) -> np.ndarray:
             return np.array(value[index], dtype=array.dtype)
 
-        leaf = jax.make_array_from_callback(array.shape, array.sharding, read, dtype=array.dtype)
+        leaf = owned(
+            jax.make_array_from_callback(array.shape, array.sharding, read, dtype=array.dtype)
+        )
     return jax.block_until_ready(leaf)  # so that the host holds the slices of one leaf at a time
 
 

@@ -31,7 +31,7 @@ from zerojax.mesh import DATA, make_mesh
 from zerojax.partition import split
 from zerojax.plan import Plan
 from zerojax.saves import DamagedError, Save, find_saves
-from zerojax.state import PyTree, TrainState
+from zerojax.state import PyTree, TrainState, owned
 
 
 def restore(
@@ -256,8 +256,9 @@ def _read(save: Save, wanted: Sequence[Entry]) -> list[jax.Array]:
             tree = {key: wanted[i].array for key, i in places.items()}
             how = ocp.checkpoint_utils.construct_restore_args(tree)
             args = ocp.args.PyTreeRestore(item=tree, restore_args=how, partial_restore=True)
-            for key, array in reader.restore(save.path / item, args=args).items():
-                arrays[places[key]] = array
+            found = reader.restore(save.path / item, args=args)
+            for key, i in places.items():
+                arrays[i] = owned(found.pop(key))
     return [
         _zeros(x.array) if found is None else found for found, x in zip(arrays, wanted, strict=True)
     ]

@@ -94,3 +94,10 @@ def complete(
 def strong(tree: PyTree) -> PyTree:
     """Makes scalars arrays and drops weak types, which would make the second step compile again."""
     return jax.tree.map(lambda x: jnp.asarray(x, dtype=jnp.result_type(x)), tree)
+
+
+def owned(array: jax.Array) -> jax.Array:
+    """The array in memory that a step may be given: on CPUs, what was made of NumPy's is copied."""
+    if next(iter(array.sharding.device_set)).platform != "cpu":
+        return array
+    return jax.block_until_ready(jax.device_put(jnp.array(array, copy=True), array.sharding))
