@@ -15,6 +15,13 @@ import jax
 from scripts.log import Row
 
 
+def read_options(out: Path) -> dict[str, Any]:
+    """Return the options of the run in a folder; none where they are missing, or half a file."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return json.loads((out / "options.json").read_text(encoding="utf-8"))
+    return {}
+
+
 class Files:
     """Logs of a run in the folder `out`; those of a run that it does not go on from are renamed.
 
@@ -70,8 +77,7 @@ class Files:
         said = json.dumps(self.options, indent=2, default=str) + "\n"
         if self.step:
             if options.exists() and options.read_text(encoding="utf-8") != said:
-                with contextlib.suppress(ValueError):  # half a file, which a kill left
-                    old = json.loads(options.read_text(encoding="utf-8"))
+                if old := read_options(self.out):
                     self.say_changes(old, json.loads(said))
                 self.set_aside(options)
             self.keep_rows(path)
@@ -104,6 +110,8 @@ class Files:
             if old.get(name) != new.get(name)
         ]
         self.say(f"going on with other options than before: {'; '.join(changes)}")
+        if any(old.get(name) != new.get(name) for name in ("steps", "lr", "warmup")):
+            self.say("the learning rate goes on from where the new schedule is: it may jump")
 
     def set_aside(self, path: Path) -> None:
         """Rename what is there to the first free number, and say so."""

@@ -16,7 +16,7 @@ import numpy as np
 import zerojax as zj
 from models import transformer
 from models.transformer import TransformerConfig
-from scripts.files import Files
+from scripts.files import Files, read_options
 from scripts.log import (
     Screen,
     Stop,
@@ -132,8 +132,13 @@ def begin(
             f"--steps: {options.steps}, but the run in {options.out} has made {done}; give more, "
             "or another --out"
         )
-    unread = f"; {options.init_from} is where it began" if options.init_from else ""
-    screen.say(f"going on after step {done}, from {saves.folder / str(int(state.step))}{unread}")
+    began = read_options(options.out)
+    if options.init_from and began and began.get("init_from") != str(options.init_from):
+        raise ValueError(
+            f"--init-from: the run in {options.out} has made {done} steps and did not begin from "
+            f"{options.init_from}; give another --out"
+        )
+    screen.say(f"going on after step {done}, from {saves.folder / str(int(state.step))}")
     if done == options.steps:
         screen.say("all its steps are made; for more give --steps, for a new run another --out")
     return state

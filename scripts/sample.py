@@ -63,6 +63,13 @@ class Options:
 
 def complete(options: Options) -> Options:
     """Fill what is None with the options of the run that the weights are of, if they are there."""
+    if not options.checkpoint.exists():
+        raise FileNotFoundError(
+            f"--checkpoint: {options.checkpoint} is no folder of saves, and no file"
+        )
+    if (options.checkpoint / "checkpoints").is_dir():
+        named = options.checkpoint / "checkpoints"
+        raise ValueError(f"--checkpoint: {options.checkpoint} is the folder of a run; give {named}")
     folder = options.checkpoint.absolute().parent
     found = [each / "options.json" for each in (folder, folder.parent)]  # of all saves, or of one
     path = next((each for each in found if each.is_file()), None)

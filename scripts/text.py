@@ -40,7 +40,9 @@ class TokenizerFile:
         try:
             import tokenizers
         except ImportError as error:
-            raise ValueError("--tokenizer: needs `pip install zerojax[tokenizer]`") from error
+            raise ValueError(
+                "--tokenizer: needs pip install '.[tokenizer]' in a clone of zerojax"
+            ) from error
         if not path.is_file():
             raise FileNotFoundError(
                 f"--tokenizer: no file {path}; give the path of a tokenizer.json"

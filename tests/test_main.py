@@ -48,7 +48,9 @@ def test_what_is_missing_is_one_line(capsys, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--a " * 60)
     report.main()
     printed = capsys.readouterr().out
-    assert facts(printed)["compiles for GPUs"].endswith("pip install 'zerojax[aot]'")
+    assert facts(printed)["compiles for GPUs"].endswith(
+        "pip install '.[aot]' in a clone of zerojax"
+    )
     assert facts(printed)["XLA_FLAGS"].endswith("--a ...")
     assert max(map(len, printed.splitlines())) <= 100
 

@@ -21,6 +21,7 @@ from scripts.log import Summary
 from scripts.loop import Progress
 from scripts.text import Windows, make_batches
 from scripts.train import Options, main
+from scripts.weights import write_safetensors
 from tests.test_hosts import children, finish, flags, launched
 from tests.test_train import ROOT, TEXT, command, read_rows
 from zerojax import saves
@@ -187,6 +188,7 @@ def test_on_other_devices_it_is_the_same_to_rounding(options, whole, monkeypatch
     assert lr[0] == lr[1]
     said = capsys.readouterr().out
     assert f"going on with other options than before: --stage 3 -> {changes['stage']}" in said
+    assert "the learning rate goes on from" not in said
     assert (here.out / "options.1.json").exists()
 
 
@@ -200,6 +202,24 @@ def test_a_finished_run_says_so_and_can_be_made_longer(options, whole, capsys):
     message = r"--steps: 9, but the run in .*whole has made 10; give more, or another --out"
     with pytest.raises(ValueError, match=message):
         main(dataclasses.replace(options, steps=9))
+
+
+def test_weights_to_begin_from_come_too_late_for_a_run_that_goes_on(options, whole, tmp_path):
+    """The same command goes on, also one that begins from a file; another file is refused."""
+    rng = np.random.default_rng(0)
+    params = zj.restore_params(options.out / "checkpoints")
+    first, other = tmp_path / "first.safetensors", tmp_path / "other.safetensors"
+    for path in (first, other):
+        write_safetensors(path, {k: x + rng.normal() / 100 for k, x in params.items()})
+    here = dataclasses.replace(options, init_from=first, out=tmp_path / "run", steps=4)
+    main(here)
+    main(here)
+    for path in (here.out, options.out):
+        late = dataclasses.replace(options, init_from=other, out=path)
+        with pytest.raises(
+            ValueError, match=r"--init-from: the run in .* did not begin from .*other"
+        ):
+            main(late)
 
 
 def test_kept_are_the_latest_and_the_best(options, whole):

@@ -106,5 +106,5 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
     command = [sys.executable, "-W", "error", "-m", "scripts.sample", "--checkpoint", "none"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: --model: ")
+    assert done.stderr.startswith("error: --checkpoint: none is no folder of saves")
     assert len(done.stderr.splitlines()) == 1

@@ -28,7 +28,7 @@ def describe_devices() -> str:
 def try_aot() -> str:
     """Whether programs can be compiled for GPUs that are not here, or what is missing."""
     if not any(name.startswith("xla_cuda") for name in plugins()):
-        return "no, JAX's CUDA plugin is missing: pip install 'zerojax[aot]'"
+        return "no, JAX's CUDA plugin is missing: pip install '.[aot]' in a clone of zerojax"
     try:
         where = SingleDeviceSharding(make_mesh(target="h100:1").devices[0])
         jax.jit(jnp.sin).lower(jax.ShapeDtypeStruct((8,), "float32", sharding=where)).compile()

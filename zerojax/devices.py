@@ -129,7 +129,7 @@ def _compile_only_devices(target: Target) -> Sequence[Any]:
     if not cuda:
         raise ValueError(
             f"target {target.name!r}: compiling for GPUs needs JAX's CUDA plugin, and it is not "
-            "installed. pip install 'zerojax[aot]'."
+            "installed. pip install '.[aot]' in a clone of zerojax."
         )
     try:
         try:

@@ -32,7 +32,7 @@ def make_mesh(
       num_devices: how many devices to use; default all.
       devices: the devices themselves, in the order wanted; default `jax.devices()`.
       target: in place of both, such as "h100:8" or "h100:64x8" (hosts x GPUs), or what
-        `zerojax.target` returned; GPUs need `pip install 'zerojax[aot]'`.
+        `zerojax.target` returned; GPUs need `pip install '.[aot]' in a clone of zerojax`.
 
     Raises:
       ValueError: more devices are asked for than there are, processes would have unequal numbers
