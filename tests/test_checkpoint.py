@@ -54,7 +54,11 @@ def go_on(plan, state, data):
 
 def host_leaves(plan, state):
     """Every array of the state by its place in a save, on the host."""
-    return {entry[:2]: np.asarray(jax.device_get(entry.array)) for entry in entries(plan, state)}
+
+    def fetch(x):  # jax 0.11 cannot fetch an array without elements that is split
+        return np.asarray(jax.device_get(x)) if x.size else np.zeros(x.shape, x.dtype)
+
+    return {entry[:2]: fetch(entry.array) for entry in entries(plan, state)}
 
 
 def assert_same(plan, state, expected):
