@@ -562,48 +562,28 @@ def change(init, **leaves):
     return lambda key: {**init(key), **leaves}
 
 
+def plan_of(init):
+    return zj.make_plan(init, OPTIMIZERS["adamw"](), zj.make_mesh(8), stage=3, max_unsharded=1.0)
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (
-            lambda: zj.make_plan(
-                change(toy.init_params, head=jnp.ones((17, 9))),
-                OPTIMIZERS["adamw"](),
-                zj.make_mesh(8),
-                stage=3,
-                max_unsharded=1.0,
-            ),
+            lambda: plan_of(change(toy.init_params, head=jnp.ones((17, 9)))),
             r"0 is of another model: 1 of 11 parameters differ: 'head' is \[17, 17\], in the plan "
             r"\[17, 9\]\. Plan the model that was saved\.",
         ),
         (
-            lambda: zj.make_plan(
-                change(toy.init_params, more=jnp.ones(8)),
-                OPTIMIZERS["adamw"](),
-                zj.make_mesh(8),
-                stage=3,
-                max_unsharded=1.0,
-            ),
+            lambda: plan_of(change(toy.init_params, more=jnp.ones(8))),
             r"1 of 12 parameters differ: 'more' is only in the plan",
         ),
         (
-            lambda: zj.make_plan(
-                lambda key: {"head": jnp.ones((17, 17))},
-                OPTIMIZERS["adamw"](),
-                zj.make_mesh(8),
-                stage=3,
-                max_unsharded=1.0,
-            ),
+            lambda: plan_of(lambda key: {"head": jnp.ones((17, 17))}),
             r"10 of 1 parameters differ: 'blocks/down' is only in the save; .* is only in the save",
         ),
         (
-            lambda: zj.make_plan(
-                change(toy.init_params, ids=jnp.ones(17)),
-                OPTIMIZERS["adamw"](),
-                zj.make_mesh(8),
-                stage=3,
-                max_unsharded=1.0,
-            ),
+            lambda: plan_of(change(toy.init_params, ids=jnp.ones(17))),
             r"'ids' is int32, in the plan float32",
         ),
         (

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import datetime
 import logging
@@ -72,8 +73,8 @@ class Checkpointer:
         check_runs(plan)
         if keep_latest < 1:
             raise ValueError(f"keep_latest is {keep_latest}; keep 1 save or more.")
-        keys = [entry[:2] for entry in entries(plan, plan.abstract_state)]
-        if twice := sorted({key for key in keys if keys.count(key) > 1}):
+        keys = collections.Counter(entry[:2] for entry in entries(plan, plan.abstract_state))
+        if twice := sorted(key for key, count in keys.items() if count > 1):
             raise ValueError(
                 f"two leaves have the path {twice[0][1]!r}: a name in the tree holds a '/'. "
                 "Rename it, or one would overwrite the other."
