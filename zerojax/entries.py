@@ -68,17 +68,18 @@ def tree_entries(item: str, keys: Sequence[str], tree: PyTree) -> list[Entry]:
 
 def abstract_leaves(plan: Plan) -> list[Any]:
     """The leaves of the abstract state in the order of `entries`."""
-    state = plan.abstract_state
-    parts = (state.params, state.master, state.opt_state, state.step, state.key)
-    return jax.tree.leaves(parts)
+    return jax.tree.leaves(_parts(plan.abstract_state))
 
 
 def make_state(plan: Plan, arrays: Sequence[jax.Array]) -> TrainState:
     """The state of arrays in the order of `entries`."""
-    state = plan.abstract_state
-    parts = (state.params, state.master, state.opt_state, state.step, state.key)
-    params, master, opt_state, step, key = jax.tree.unflatten(jax.tree.structure(parts), arrays)
+    structure = jax.tree.structure(_parts(plan.abstract_state))
+    params, master, opt_state, step, key = jax.tree.unflatten(structure, arrays)
     return TrainState(step, params, opt_state, key, master)
+
+
+def _parts(state: TrainState) -> tuple[PyTree, ...]:
+    return state.params, state.master, state.opt_state, state.step, state.key
 
 
 def data_states(data: DataIterator) -> list[Any]:
