@@ -18,9 +18,9 @@ import tyro
 import zerojax as zj
 from models import transformer
 from scripts import train
-from scripts.cases import find_target
-from scripts.mesh import make_mesh
-from scripts.text import Bytes, TokenizerFile, check_batch
+from scripts.parts.mesh import make_mesh
+from scripts.parts.text import Bytes, TokenizerFile, check_batch
+from zerojax.receipt.planner import find_target
 
 
 @dataclasses.dataclass(frozen=True)

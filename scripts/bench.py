@@ -28,13 +28,13 @@ from jax.sharding import PartitionSpec as P
 import zerojax as zj
 from models import transformer
 from models.transformer import TransformerConfig
-from scripts.bench_saves import print_saves, time_saves
-from scripts.bench_sweep import sweep
-from scripts.mesh import make_mesh
-from scripts.text import check_batch
-from scripts.timing import Program, announce, repeat, time_steps, unsharded_step
+from scripts.parts.bench_saves import print_saves, time_saves
+from scripts.parts.bench_sweep import sweep
+from scripts.parts.mesh import make_mesh
+from scripts.parts.text import check_batch
+from scripts.parts.timing import Program, announce, repeat, time_steps, unsharded_step
 from scripts.train import check_least, make_plan
-from zerojax.memory import live_bytes
+from zerojax.receipt.memory import live_bytes
 from zerojax.table import format_bytes, format_table
 
 

@@ -10,7 +10,7 @@ import jax
 import tyro
 
 import zerojax as zj
-from scripts.weights import write_safetensors
+from scripts.parts.weights import write_safetensors
 from zerojax.table import format_bytes
 
 

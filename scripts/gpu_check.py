@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.gpu_parts import CHECKS, PARTS, SIZES, Figures, Job
-from zerojax.devices import may_have_accelerator
+from scripts.parts.gpu_parts import CHECKS, PARTS, SIZES, Figures, Job
+from zerojax.hardware.devices import may_have_accelerator
 from zerojax.table import format_bytes, format_table
 
 WIDTH = 100

@@ -17,11 +17,18 @@ import tyro
 
 import zerojax as zj
 from models import lora, transformer
-from scripts.loop import evaluate
-from scripts.mesh import make_mesh
-from scripts.text import Bytes, TokenizerFile, check_batch, make_batches, read_text, split_text
+from scripts.parts.loop import evaluate
+from scripts.parts.mesh import make_mesh
+from scripts.parts.text import (
+    Bytes,
+    TokenizerFile,
+    check_batch,
+    make_batches,
+    read_text,
+    split_text,
+)
+from scripts.parts.weights import finest_params, read_safetensors, write_safetensors
 from scripts.train import check_least
-from scripts.weights import finest_params, read_safetensors, write_safetensors
 from zerojax.table import format_bytes
 
 

@@ -27,8 +27,11 @@ import tyro
 
 import zerojax as zj
 from models import transformer
-from scripts import paper
-from scripts.cases import (
+from scripts.parts import paper
+from scripts.parts.timing import announce
+from scripts.train import check_least
+from zerojax.hardware.targets import Target
+from zerojax.receipt.planner import (
     RESERVE,
     Case,
     Row,
@@ -43,11 +46,8 @@ from scripts.cases import (
     show,
     usable_bytes,
 )
-from scripts.timing import announce
-from scripts.train import check_least
-from zerojax.precision import get_precision
+from zerojax.sharding.precision import get_precision
 from zerojax.table import format_bytes
-from zerojax.targets import Target
 
 # For each stage, (remat, prefetch): prefetch is a choice only where layers are gathered.
 BOTH, ALL = (("none", 0), ("full", 0)), (("none", 1), ("full", 1), ("full", 2), ("full", 0))

@@ -16,11 +16,11 @@ import tyro
 import zerojax as zj
 from models import transformer
 from models.generate import generate
-from scripts.log import wrap
-from scripts.mesh import make_mesh
-from scripts.text import Bytes, TokenizerFile
+from scripts.parts.log import wrap
+from scripts.parts.mesh import make_mesh
+from scripts.parts.text import Bytes, TokenizerFile
+from scripts.parts.weights import read_safetensors
 from scripts.train import check_least, make_plan
-from scripts.weights import read_safetensors
 
 FROM_RUN = ("model", "layers", "seq", "vocab", "tokenizer")
 

@@ -20,13 +20,20 @@ import zerojax as zj
 from models import transformer
 from models.generate import generate
 from models.transformer import TransformerConfig
-from scripts.files import Files
-from scripts.log import Screen, Summary, wrap
-from scripts.loop import run
-from scripts.mesh import make_mesh
-from scripts.text import Bytes, TokenizerFile, check_batch, make_batches, read_text, split_text
-from scripts.weights import read_initial
-from zerojax.hosts import leave
+from scripts.parts.files import Files
+from scripts.parts.log import Screen, Summary, wrap
+from scripts.parts.loop import run
+from scripts.parts.mesh import make_mesh
+from scripts.parts.text import (
+    Bytes,
+    TokenizerFile,
+    check_batch,
+    make_batches,
+    read_text,
+    split_text,
+)
+from scripts.parts.weights import read_initial
+from zerojax.hardware.hosts import leave
 
 # The least that an option may be.
 LEAST = {"layers": 1, "seq": 1, "vocab": 1, "devices": 1, "steps": 1, "batch": 1, "microbatches": 1}

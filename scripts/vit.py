@@ -16,8 +16,8 @@ import optax
 import tyro
 
 import zerojax as zj
-from scripts.mesh import make_mesh
-from scripts.text import check_batch
+from scripts.parts.mesh import make_mesh
+from scripts.parts.text import check_batch
 from scripts.train import check_least
 
 norm = jax.nn.standardize  # a LayerNorm that learns nothing

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerojax import devices
+from zerojax.hardware import devices
 
 needed = pytest.mark.skipif(
     not any("cuda" in name for name in devices.plugins()),

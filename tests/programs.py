@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import collections
 
-from zerojax import hlo, wire
+from zerojax.receipt import hlo
+from zerojax.receipt import hlo_collectives as wire
 
 
 def compiled(step, batch):

@@ -10,7 +10,6 @@ import functools
 import importlib
 import inspect
 import io
-import pathlib
 import re
 import shlex
 import subprocess
@@ -22,18 +21,20 @@ import pytest
 
 import zerojax as zj
 from models import transformer
-from tests import bad
-from zerojax import compiler
-from zerojax.precision import PRECISIONS
+from tests import ROOT, bad
+from zerojax.sharding.precision import PRECISIONS
 from zerojax.table import format_bytes
+from zerojax.training import compiler_options as compiler
 
-ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS = [*PAGES, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md"))]
 DOCUMENTS += (ROOT / ".github").rglob("*.md")
 MAKEFILE = (ROOT / "Makefile").read_text()
-MODULES = [f"zerojax.{path.stem}" for path in sorted((ROOT / "zerojax").glob("[!_]*.py"))]
+MODULES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in sorted((ROOT / "zerojax").rglob("[!_]*.py"))
+]
 
 
 def fenced(text):
@@ -287,5 +288,5 @@ def test_files_that_documents_name_exist():
 
 
 def test_reading_order_names_every_file():
-    for path in (ROOT / "zerojax").glob("[!_]*.py"):
+    for path in (ROOT / "zerojax").rglob("[!_]*.py"):
         assert f"`{path.name}`" in README, path.name

@@ -11,8 +11,7 @@ from importlib import metadata
 import jax
 
 import zerojax as zj
-from tests import aot
-from tests.test_train import ROOT
+from tests import ROOT, aot
 from zerojax import __main__ as report
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import pathlib
 import re
 
 import jax
@@ -16,10 +15,9 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
-from scripts import paper
-from tests import aot
+from scripts.parts import paper
+from tests import ROOT, aot
 
-ROOT = pathlib.Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PLAN = ROOT / "notebooks/03_plan_before_you_rent.ipynb"
 QUICK = [path for path in NOTEBOOKS if path != PLAN]

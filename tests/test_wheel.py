@@ -11,8 +11,8 @@ import zipfile
 
 import pytest
 
+from tests import ROOT
 from tests.test_docs import README
-from tests.test_train import ROOT
 
 CONSTRAINTS = ROOT / "constraints.txt"
 
@@ -37,7 +37,7 @@ def test_the_wheel_runs_the_first_snippet_in_an_empty_environment(tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"zerojax"}
     assert "zerojax/py.typed" in names
-    sources = {f"zerojax/{path.name}" for path in (ROOT / "zerojax").glob("*.py")}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "zerojax").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == sources
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """zerojax: ZeRO stages 0-3 for JAX. The public names, nothing else."""
 
-from zerojax.audit import Audit, audit, audit_compiled
-from zerojax.checkpoint import Checkpointer
-from zerojax.devices import simulate_devices
-from zerojax.hosts import start_hosts
-from zerojax.layers import apply_layer, scan_layers
-from zerojax.loss import LossFn
-from zerojax.memory import memory_report
-from zerojax.mesh import make_mesh
-from zerojax.placement import init_state, shard_batch
-from zerojax.plan import Plan, make_plan
-from zerojax.precision import Precision
-from zerojax.receipt import compare, draw
-from zerojax.restore import restore, restore_params
-from zerojax.stage import Stage
-from zerojax.state import TrainState
-from zerojax.step import Step, make_eval_step, make_train_step
-from zerojax.targets import target
-from zerojax.unsharded import Comparison, check_against_unsharded
+from zerojax.checkpoint.checkpointer import Checkpointer
+from zerojax.checkpoint.restore import restore, restore_params
+from zerojax.engine.scan import apply_layer, scan_layers
+from zerojax.hardware.devices import simulate_devices
+from zerojax.hardware.hosts import start_hosts
+from zerojax.hardware.targets import target
+from zerojax.receipt.audit import Audit, audit, audit_compiled
+from zerojax.receipt.memory import memory_report
+from zerojax.receipt.parity import Comparison, check_against_unsharded
+from zerojax.receipt.report import compare, draw
+from zerojax.sharding.mesh import make_mesh
+from zerojax.sharding.plan import Plan, make_plan
+from zerojax.sharding.precision import Precision
+from zerojax.sharding.stage import Stage
+from zerojax.sharding.state import TrainState
+from zerojax.training.init import init_state, shard_batch
+from zerojax.training.loss import LossFn
+from zerojax.training.step import Step, make_eval_step, make_train_step
 
 __version__ = "0.1.0"
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from zerojax.devices import plugins, skip_absent_gpus
-from zerojax.mesh import make_mesh
+from zerojax.hardware.devices import plugins, skip_absent_gpus
+from zerojax.sharding.mesh import make_mesh
 from zerojax.table import format_bytes
 
 PACKAGES = ("zerojax", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes per device of each kind of state: by formula, by the plan, and as measured."""
+
+from __future__ import annotations
+
+import collections
+from typing import NamedTuple
+
+import jax
+
+from zerojax.sharding.plan import Plan
+from zerojax.sharding.state import PyTree, TrainState
+from zerojax.table import format_bytes, format_table
+
+KINDS = {
+    "params": "splits_params",
+    "grads": "splits_grads",
+    "master": "splits_opt_state",
+    "opt_state": "splits_opt_state",
+}
+
+
+class MemoryRow(NamedTuple):
+    """Bytes per device of one kind of state.
+
+    Attributes:
+      kind: "params", "grads", "master" or "opt_state".
+      formula: all its bytes, divided by the number of devices if the stage splits it.
+      planned: the bytes of its shards under the plan, with what could not be split whole.
+      live: the largest sum over one device of the shards that exist, or None for gradients, which
+        do not outlive a step.
+    """
+
+    kind: str
+    formula: float
+    planned: int
+    live: int | None
+
+
+class MemoryReport(tuple[MemoryRow, ...]):
+    """Rows that print as a table."""
+
+    def __str__(self) -> str:
+        rows = [
+            [row.kind, *("-" if size is None else format_bytes(size) for size in row[1:])]
+            for row in self
+        ]
+        header = ["bytes per device", "formula", "plan", "live"]
+        return format_table(header, rows, right=[1, 2, 3])
+
+
+def memory_report(plan: Plan, state: TrainState | None = None) -> MemoryReport:
+    """Compares the stage's formula, the plan and the arrays that exist.
+
+    Args:
+      plan: from `make_plan`.
+      state: a state of that plan, to measure; without it the `live` column is empty.
+
+    Returns:
+      A MemoryReport: a tuple of MemoryRow, one for each kind of state that the plan has. Sizes are
+      in bytes per device; GB = 1e9 where printed.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, zerojax as zj
+      >>> init = lambda key: {"w": jnp.zeros((16, 64))}
+      >>> plan = zj.make_plan(init, optax.adam(1e-3), zj.make_mesh(8), stage=1)
+      >>> print(memory_report(plan, zj.init_state(plan, jax.random.key(0))))
+      bytes per device  formula     plan     live
+      ----------------  -------  -------  -------
+      params            4.10 kB  4.10 kB  4.10 kB
+      grads             4.10 kB  4.10 kB        -
+      opt_state         1.02 kB  1.03 kB  1.03 kB
+    """
+    rows = []
+    for kind, flag in KINDS.items():
+        leaves = getattr(plan, kind)
+        if not leaves:
+            continue
+        shards = plan.num_devices if getattr(plan.stage, flag) else 1
+        formula = sum(leaf.num_bytes for leaf in leaves) / shards
+        planned = sum(map(plan.bytes_per_device, leaves))
+        live = None
+        if state is not None and kind != "grads":
+            live = live_bytes(getattr(state, kind))
+        rows.append(MemoryRow(kind, formula, planned, live))
+    return MemoryReport(rows)
+
+
+def live_bytes(tree: PyTree) -> int:
+    """Bytes that the arrays of a tree hold on the fullest of this process's devices."""
+    totals = collections.Counter()
+    for x in jax.tree.leaves(tree):
+        for shard in x.addressable_shards:
+            totals[shard.device] += shard.data.nbytes
+    return max(totals.values(), default=0)
