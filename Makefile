@@ -58,4 +58,4 @@ lint: env
 	@.venv/bin/pyright
 
 clean:
-	rm -rf .venv .venv-oldest out dist
+	rm -rf .venv .venv-oldest .jax_cache out dist

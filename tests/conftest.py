@@ -6,17 +6,22 @@ import itertools
 import os
 import pathlib
 
-import jax
 import pytest
 
+from tests import cache
+
+os.environ["JAX_COMPILATION_CACHE_DIR"] = cache.begin()
 # Compiling dominates the suite; LLVM's optimizer is half of it. XLA's own passes, which decide
 # what is stored and moved, stay as they are.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+
+import jax
 
 import zerojax as zj
 
 zj.simulate_devices(8)
 
+OWN_CACHE = pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
 # Each compiled program keeps some hundred memory maps; at 65,530 Linux ends the process.
 MAPS = pathlib.Path("/proc/self/maps")
 NUMBER = itertools.count(1)
@@ -29,8 +34,13 @@ def unload_programs():
 
 @pytest.fixture(autouse=True, scope="module")
 def unload_after_each_file():
+    cache.share(OWN_CACHE)
     yield
     unload_programs()
+
+
+def pytest_sessionfinish():
+    cache.share(OWN_CACHE)
 
 
 @pytest.fixture(autouse=True)
