@@ -17,14 +17,15 @@ import tyro
 
 import zerojax as zj
 from models import transformer
-from scripts import train
+from scripts.parts import options as training
 from scripts.parts.mesh import make_mesh
+from scripts.parts.model import make_config, make_optimizer, make_plan
 from scripts.parts.text import Bytes, TokenizerFile, check_batch
 from zerojax.receipt.planner import find_target
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(train.Options):
+class Options(training.Options):
     """Compile the training step of the same options, and print its receipt."""
 
     target: str | None = None
@@ -43,9 +44,9 @@ class Options(train.Options):
 
 def audit(options: Options) -> zj.Audit:
     """Compile and read the step; raises ValueError for a user's mistake."""
-    train.check_least(options, train.LEAST)
+    training.check_least(options, training.LEAST)
     tokenizer = TokenizerFile(options.tokenizer) if options.tokenizer else Bytes()
-    config = train.make_config(options, tokenizer.vocab_size)
+    config = make_config(options, tokenizer.vocab_size)
     target = None
     if options.target is None:
         mesh = make_mesh(options.devices)
@@ -56,9 +57,9 @@ def audit(options: Options) -> zj.Audit:
         mesh = zj.make_mesh(target=target)
         if target.gpu and options.precision != "fp32" and config.attention is None:
             config = dataclasses.replace(config, attention="cudnn")
-    optimizer, _ = train.make_optimizer(options)
+    optimizer, _ = make_optimizer(options)
     how = {name: getattr(options, name) for name in ("stage", "precision", "partitioner")}
-    plan = train.make_plan(config, optimizer, mesh, **how)
+    plan = make_plan(config, optimizer, mesh, **how)
     check_batch(options.batch, mesh.size, options.microbatches)
     step = zj.make_train_step(
         partial(transformer.loss_fn, config),

@@ -31,9 +31,10 @@ from models.transformer import TransformerConfig
 from scripts.parts.bench_saves import print_saves, time_saves
 from scripts.parts.bench_sweep import sweep
 from scripts.parts.mesh import make_mesh
+from scripts.parts.model import make_plan
+from scripts.parts.options import check_least
 from scripts.parts.text import check_batch
 from scripts.parts.timing import Program, announce, repeat, time_steps, unsharded_step
-from scripts.train import check_least, make_plan
 from zerojax.receipt.memory import live_bytes
 from zerojax.table import format_bytes, format_table
 

@@ -19,6 +19,7 @@ import zerojax as zj
 from models import lora, transformer
 from scripts.parts.loop import evaluate
 from scripts.parts.mesh import make_mesh
+from scripts.parts.options import check_least
 from scripts.parts.text import (
     Bytes,
     TokenizerFile,
@@ -28,7 +29,6 @@ from scripts.parts.text import (
     split_text,
 )
 from scripts.parts.weights import finest_params, read_safetensors, write_safetensors
-from scripts.train import check_least
 from zerojax.table import format_bytes
 
 

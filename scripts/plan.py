@@ -28,8 +28,8 @@ import tyro
 import zerojax as zj
 from models import transformer
 from scripts.parts import paper
+from scripts.parts.options import check_least
 from scripts.parts.timing import announce
-from scripts.train import check_least
 from zerojax.hardware.targets import Target
 from zerojax.receipt.planner import (
     RESERVE,
@@ -48,6 +48,7 @@ from zerojax.receipt.planner import (
 )
 from zerojax.sharding.precision import get_precision
 from zerojax.table import format_bytes
+from zerojax.training.checks import near_rows
 
 # For each stage, (remat, prefetch): prefetch is a choice only where layers are gathered.
 BOTH, ALL = (("none", 0), ("full", 0)), (("none", 1), ("full", 1), ("full", 2), ("full", 0))
@@ -191,11 +192,11 @@ def check_options(options: Options) -> None:
             raise ValueError(
                 f"--{name}: with --fn, what the function returns says it; leave it out"
             )
-    rows, slices = options.batch or 0, options.microbatches
-    if rows % slices:
+    slices = options.microbatches
+    if options.batch and (near := near_rows(options.batch, slices)):
         raise ValueError(
-            f"--batch: {rows} rows of a GPU are not a multiple of {slices} microbatches; give "
-            f"--batch {rows + -rows % slices}"
+            f"--batch: {options.batch} rows of a GPU are not a multiple of {slices} microbatches; "
+            f"give --batch {near[1]}"
         )
 
 

@@ -18,9 +18,10 @@ from models import transformer
 from models.generate import generate
 from scripts.parts.log import wrap
 from scripts.parts.mesh import make_mesh
+from scripts.parts.model import make_plan
+from scripts.parts.options import check_least
 from scripts.parts.text import Bytes, TokenizerFile
 from scripts.parts.weights import read_safetensors
-from scripts.train import check_least, make_plan
 
 FROM_RUN = ("model", "layers", "seq", "vocab", "tokenizer")
 

@@ -17,8 +17,8 @@ import tyro
 
 import zerojax as zj
 from scripts.parts.mesh import make_mesh
+from scripts.parts.options import check_least
 from scripts.parts.text import check_batch
-from scripts.train import check_least
 
 norm = jax.nn.standardize  # a LayerNorm that learns nothing
 SIDE, PATCH, D_MODEL, LAYERS, HEADS = 16, 4, 64, 3, 4

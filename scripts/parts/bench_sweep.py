@@ -21,9 +21,9 @@ import optax
 import zerojax as zj
 from models import transformer
 from models.transformer import TransformerConfig
+from scripts.parts.model import make_plan
 from scripts.parts.text import check_batch
 from scripts.parts.timing import Program, announce, repeat, time_steps, unsharded_step
-from scripts.train import make_plan
 from zerojax.table import format_bytes
 
 PREFETCHES, MICROBATCHES = (0, 1, 2), (1, 2, 4)

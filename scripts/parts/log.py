@@ -19,17 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 import zerojax as zj
+from zerojax.hardware.targets import peak_flops
 
-# Dense bf16 FLOP/s of one device, from NVIDIA's datasheets; the first name in `device_kind` wins.
-PEAKS = {
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "GB200": 2.5e15,
-    "B200": 2.25e15,
-}
 WIDTH = 100  # columns of what is wrapped
 
 Row = dict[str, float]
@@ -174,7 +165,7 @@ class Screen:
         self.log_every = log_every
         self.flops_per_token = flops_per_token
         self.device_kind = jax.devices()[0].device_kind
-        self.peak = next((peak for name, peak in PEAKS.items() if name in self.device_kind), None)
+        self.peak = peak_flops(self.device_kind)
         self.mfu_per_speed = flops_per_token / (self.peak * num_devices) if self.peak else None
         self.on_terminal = sys.stdout.isatty()
         quiet = jax.process_index() > 0

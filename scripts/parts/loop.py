@@ -8,7 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,10 +25,8 @@ from scripts.parts.log import (
     raise_if_not_finite,
     stop_on_signals,
 )
+from scripts.parts.options import Options
 from zerojax.checkpoint.items import DataIterator
-
-if TYPE_CHECKING:
-    from scripts.train import Options
 
 Batch = dict[str, np.ndarray]
 
@@ -70,7 +68,7 @@ def run_steps(
     state: zj.TrainState,
     batches: Iterator[Batch],
     first: int,
-    options: "Options",
+    options: Options,
     stop: Stop,
 ) -> Iterator[Done]:
     """Yield each step, without its state, once the next one is under way.
@@ -108,7 +106,7 @@ def evaluate(eval_step: zj.Step, state: zj.TrainState, batches: Sequence[Batch])
 
 
 def begin(
-    options: "Options",
+    options: Options,
     plan: zj.Plan,
     given: Any,
     saves: zj.Checkpointer,
@@ -145,7 +143,7 @@ def begin(
 
 
 def run(
-    options: "Options",
+    options: Options,
     config: TransformerConfig,
     plan: zj.Plan,
     given: Any,

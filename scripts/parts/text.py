@@ -15,6 +15,8 @@ from pathlib import Path
 import grain
 import numpy as np
 
+from zerojax.training.checks import near_rows
+
 # Folders within the standard library that are no part of it, or tests with odd files.
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 
@@ -184,10 +186,9 @@ def split_text(text: Text, seq: int, held_out: float = 0.05) -> tuple[Windows, W
 def check_batch(rows: int, num_devices: int, microbatches: int = 1) -> None:
     """Raise ValueError unless devices and microbatches can share the rows of a batch."""
     multiple = num_devices * microbatches
-    if rows % multiple:
+    if found := near_rows(rows, multiple):
         product = f"{num_devices} devices x {microbatches} microbatches = {multiple}"
-        below = rows - rows % multiple
-        near = f"{below} or {below + multiple}" if below else f"{multiple}"
+        near = " or ".join(str(fit) for fit in found if fit)
         raise ValueError(f"--batch: {rows} rows, not a multiple of {product}; give --batch {near}")
 
 

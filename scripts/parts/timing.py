@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that train, timed in turn: what scripts/bench.py and scripts/bench_sweep.py share."""
+"""Programs that train, timed in turn: what scripts/bench.py and its sweep share."""
 
 from __future__ import annotations
 

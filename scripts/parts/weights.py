@@ -23,8 +23,8 @@ from safetensors import SafetensorError, safe_open
 
 import zerojax as zj
 from zerojax.sharding.state import merge
-from zerojax.training.checks import flat
 from zerojax.training.initial_params import match_params
+from zerojax.tree import leaves_with_names
 
 NAMES = {
     "float64": "F64",
@@ -135,7 +135,7 @@ def read_safetensors(path: Path, abstract_params: Any) -> Any:
                 f"{path}: {name!r} is {source.get_dtype()}; convert it to one of {known}"
             )
         slices[name] = Slices(source, tuple(source.get_shape()), DTYPES[source.get_dtype()])
-    names, paths = _named(abstract_params), [path for path, _ in flat(abstract_params)]
+    names, paths = _named(abstract_params), [path for path, _ in leaves_with_names(abstract_params)]
     path_of = dict(zip(names, paths, strict=True))
     given = {path_of.get(name, name): x for name, x in slices.items()}
     if len(given) < len(slices):
@@ -163,7 +163,7 @@ def read_initial(path: Path | None, plan: zj.Plan) -> Any:
 def _named(params: Any) -> dict[str, Any]:
     """Return the leaves by name, of a tree or of a dict from path to array."""
     leaves = {}
-    for path, leaf in flat(params):
+    for path, leaf in leaves_with_names(params):
         name = path.replace("/", ".")
         if name in leaves:
             raise ValueError(f"two leaves have the name {name!r}; rename one in the parameters")

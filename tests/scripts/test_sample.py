@@ -14,13 +14,14 @@ import pytest
 
 import zerojax as zj
 from models import transformer
-from scripts import train
+from scripts.parts.model import make_config, make_plan
+from scripts.parts.options import Options as Training
 from scripts.parts.weights import write_safetensors
 from scripts.sample import Options, complete, main
 from tests import ROOT
 
-RUN = train.Options(layers=2, seq=16, vocab=264)  # 8 more than there are bytes
-CONFIG = train.make_config(RUN, 256)
+RUN = Training(layers=2, seq=16, vocab=264)  # 8 more than there are bytes
+CONFIG = make_config(RUN, 256)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def run(tmp_path_factory):
     """Folders as runs leave them, of stages 3, 1 and 0 on 8 and 4 devices; and a file."""
     out = tmp_path_factory.mktemp("sample")
     for stage, devices in ((3, 8), (1, 4), (0, 8)):
-        plan = train.make_plan(CONFIG, optax.sgd(1.0), zj.make_mesh(devices), stage=stage)
+        plan = make_plan(CONFIG, optax.sgd(1.0), zj.make_mesh(devices), stage=stage)
         state = zj.init_state(plan, jax.random.key(4))
         folder = out / f"stage{stage}"
         with zj.Checkpointer(folder / "checkpoints", plan) as saves:
@@ -79,7 +80,7 @@ def test_options_of_the_run_are_those_that_are_not_given(run):
     assert complete(options(run)).layers == 2
     assert complete(options(run, layers=1)).layers == 1
     assert complete(options(run, "stage1/checkpoints/0")).vocab == 264
-    assert train.make_config(RUN, 256) == dataclasses.replace(
+    assert make_config(RUN, 256) == dataclasses.replace(
         transformer.PRESETS["tiny"], num_layers=2, seq_len=16, vocab_size=264
     )
 

@@ -24,7 +24,8 @@ from models import transformer
 from scripts.parts import log
 from scripts.parts.files import Files
 from scripts.parts.log import Screen, Summary, stop_on_signals, wrap
-from scripts.train import Options, main, make_config
+from scripts.parts.model import make_config
+from scripts.train import Options, main
 from tests import ROOT
 
 TEXT = "".join(f"line {i} of the text is {'abc'[i % 3]} and {i * i % 97}\n" for i in range(400))

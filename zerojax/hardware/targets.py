@@ -108,6 +108,19 @@ B200 = dataclasses.replace(
 )
 GPUS = {gpu.name: gpu for gpu in (A100, H100, H200, B200)}
 
+# Variants that no target names, from their datasheets. They come first: "H100" is in "H100 PCIe".
+VARIANTS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "GB200": 2.5e15}
+PEAKS = VARIANTS | {gpu.name.upper(): gpu.matmul_flops for gpu in GPUS.values()}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Returns a GPU's dense bf16 FLOP/s by its name as JAX gives it, or None if it is not known.
+
+    >>> [peak_flops(kind) for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "cpu")]
+    [989000000000000.0, 756000000000000.0, None]
+    """
+    return next((peak for name, peak in PEAKS.items() if name in device_kind), None)
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +13,7 @@ from zerojax.hardware.devices import compile_only
 from zerojax.sharding.plan import Plan
 from zerojax.sharding.specs import format_spec
 from zerojax.sharding.state import PyTree, TrainState
-from zerojax.tree import leaf_path
+from zerojax.tree import leaf_path, leaves_with_names
 
 
 def check_plan(plan: Plan) -> None:
@@ -35,6 +33,16 @@ def check_runs(plan: Plan) -> None:
             "step.lower(plan.abstract_state, abstract_batch).compile(), or plan for the devices "
             "here with zerojax.make_mesh()."
         )
+
+
+def near_rows(rows: int, multiple: int) -> tuple[int, int] | None:
+    """The multiples below (0: none) and above so many rows, or None if they are one themselves.
+
+    >>> near_rows(16, 8), near_rows(12, 8), near_rows(4, 8), near_rows(0, 8)
+    (None, (8, 16), (0, 8), (0, 8))
+    """
+    below = rows - rows % multiple
+    return None if rows and below == rows else (below, below + multiple)
 
 
 def check_rows(batch: PyTree, num_devices: int, microbatches: int = 1) -> None:
@@ -61,10 +69,10 @@ def check_rows(batch: PyTree, num_devices: int, microbatches: int = 1) -> None:
                 f"{first_shape[0]}; all leaves of a batch need the same rows."
             )
     rows, multiple = first_shape[0], num_devices * microbatches
-    if rows == 0 or rows % multiple:
+    if near := near_rows(rows, multiple):
         times = f" x {microbatches} microbatches = {multiple}" if microbatches > 1 else ""
-        more = rows + -rows % multiple or multiple
-        fewer = f"Drop {rows % multiple}, or pad" if rows > multiple else "Pad"
+        less, more = near
+        fewer = f"Drop {rows - less}, or pad" if less else "Pad"
         raise ValueError(
             f"batch leaf {first_path!r} has {rows} rows, not a multiple of {num_devices} "
             f"devices{times}. {fewer} to {more} with rows of weight 0."
@@ -86,7 +94,7 @@ def check_types(plan: Plan, state: TrainState, culprit: str = "") -> None:
         raise ValueError(
             f"state is a {type(state).__name__}; pass the TrainState from zerojax.init_state."
         )
-    expected, found = dict(flat(plan.abstract_state)), dict(flat(state))
+    expected, found = dict(leaves_with_names(plan.abstract_state)), dict(leaves_with_names(state))
     for path in [*expected, *found]:
         if path not in found or path not in expected:
             where = "this plan" if path in expected else "the state"
@@ -114,7 +122,8 @@ def check_alive(state: TrainState) -> None:
 def check_state(plan: Plan, state: TrainState) -> None:
     """As `check_types`, and every leaf lies where the plan says."""
     check_types(plan, state)
-    for (path, want), (_, have) in zip(flat(plan.abstract_state), flat(state), strict=True):
+    wanted, found = leaves_with_names(plan.abstract_state), jax.tree.leaves(state)
+    for (path, want), have in zip(wanted, found, strict=True):
         sharding = getattr(have, "sharding", None)
         if sharding is None or not sharding.is_equivalent_to(want.sharding, len(want.shape)):
             count = len(sharding.device_set) if sharding else 0
@@ -129,7 +138,7 @@ def check_state(plan: Plan, state: TrainState) -> None:
 
 def check_batch(plan: Plan, batch: PyTree) -> None:
     """Raises ValueError if a leaf is held fast by devices that are not the plan's."""
-    for path, x in flat(batch):
+    for path, x in leaves_with_names(batch):
         committed = isinstance(x, jax.Array) and x.committed
         if committed and not x.sharding.is_equivalent_to(plan.batch_sharding, x.ndim):
             raise ValueError(
@@ -137,8 +146,3 @@ def check_batch(plan: Plan, batch: PyTree) -> None:
                 f"as {x.sharding}; the plan splits its rows over {plan.num_devices}. Pass it "
                 "through zerojax.shard_batch."
             )
-
-
-def flat(tree: PyTree) -> list[tuple[str, Any]]:
-    """Paths and leaves."""
-    return [(leaf_path(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
