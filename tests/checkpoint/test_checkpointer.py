@@ -23,7 +23,7 @@ import pytest
 import zerojax as zj
 from tests import toy
 from zerojax.checkpoint import folder as saves
-from zerojax.checkpoint.items import entries
+from zerojax.checkpoint.items import saved_arrays
 
 OPTIMIZERS = {
     **{name: toy.OPTIMIZERS[name] for name in ("adamw", "adafactor", "multisteps", "masked")},
@@ -58,7 +58,7 @@ def host_leaves(plan, state):
     def fetch(x):  # jax 0.11 cannot fetch an array without elements that is split
         return np.asarray(jax.device_get(x)) if x.size else np.zeros(x.shape, x.dtype)
 
-    return {entry[:2]: fetch(entry.array) for entry in entries(plan, state)}
+    return {entry[:2]: fetch(entry.array) for entry in saved_arrays(plan, state)}
 
 
 def assert_same(plan, state, expected):
@@ -353,7 +353,7 @@ def test_a_first_save_that_fails_says_why(tmp_path, state, plan, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saves, "seal", full)
+    monkeypatch.setattr(saves, "finalize", full)
     checkpoints = zj.Checkpointer(tmp_path, plan)
     checkpoints.save(state)
 
@@ -372,14 +372,14 @@ def test_a_first_save_that_fails_says_why(tmp_path, state, plan, monkeypatch):
 
 
 def test_ctrl_c_while_waiting_loses_no_save(tmp_path, state, plan, monkeypatch):
-    seal = saves.seal
+    seal = saves.finalize
 
     def slow(*args):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)
         seal(*args)
 
-    monkeypatch.setattr(saves, "seal", slow)
+    monkeypatch.setattr(saves, "finalize", slow)
     checkpoints = zj.Checkpointer(tmp_path, plan)
     checkpoints.save(state)
     with pytest.raises(KeyboardInterrupt):

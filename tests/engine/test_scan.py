@@ -166,14 +166,14 @@ def test_full_product_of_the_engine(capsys):
 
 def test_other_dropout_in_the_recomputation_is_noticed(monkeypatch):
     """The twin: a backward that draws other masks than the forward."""
-    backward = zj.block.Layer.backward
+    backward = zj.engine.layer.Layer.backward
 
-    def redraw(self, weights, saved, inputs, cotangents):
+    def redraw(self, weights, saved, inputs, *cotangents):
         other = lambda x: jax.random.fold_in(x, 1) if x.dtype == jax.random.key(0).dtype else x
         inputs = inputs._replace(others=jax.tree.map(other, inputs.others))
-        return backward(self, weights, saved, inputs, cotangents)
+        return backward(self, weights, saved, inputs, *cotangents)
 
-    monkeypatch.setattr(zj.block.Layer, "backward", redraw)
+    monkeypatch.setattr(zj.engine.layer.Layer, "backward", redraw)
     assert error(3, "manual", 8, 1, "full", 1) > 100 * RTOL
 
 
@@ -319,16 +319,19 @@ def test_gathered_weights_kept_for_the_backward_are_noticed(monkeypatch):
     vjp = jax.vjp
     keep = lambda *args, saveable_args, **kwargs: vjp(*args, saveable_args=True, **kwargs)
     monkeypatch.setattr(
-        "zerojax.block.jax.vjp", lambda *a, **k: (keep if "saveable_args" in k else vjp)(*a, **k)
+        "zerojax.engine.layer.jax.vjp",
+        lambda *a, **k: (keep if "saveable_args" in k else vjp)(*a, **k),
     )
-    monkeypatch.setattr(zj.block.Layer, "backward", lambda self, w, saved, i, ct: saved(ct)[:3])
+    monkeypatch.setattr(
+        zj.engine.layer.Layer, "backward", lambda self, w, saved, i, *cts: saved(cts)[:3]
+    )
     sizes = [temp_bytes(num_layers=n, remat="none") for n in (4, 8)]
     assert (sizes[1] - sizes[0]) / 4 > LAYER
 
 
 def test_a_prefetched_layer_costs_one_layer(monkeypatch):
     """Square weights: the CPU backend copies others into another layout, at half a layer more."""
-    monkeypatch.setattr("tests.test_layers.HIDDEN", WIDTH)
+    monkeypatch.setattr(f"{__name__}.HIDDEN", WIDTH)
     layer = 2 * WIDTH * WIDTH * 4
     sizes = [temp_bytes(num_layers=12, prefetch=p) for p in (0, 1, 2)]
     first, second = np.diff(sizes) / layer

@@ -21,7 +21,7 @@ from jax.experimental.multihost_utils import process_allgather
 
 import zerojax as zj
 from tests import toy
-from zerojax.checkpoint.items import entries
+from zerojax.checkpoint.items import saved_arrays
 from zerojax.hardware import hosts
 
 CASES = [(0, "manual"), (3, "manual"), (3, "auto")]
@@ -99,7 +99,7 @@ class Reader:
 def saved_leaves(plan, state):
     """Every array of a save, whole on every process."""
     gathered = {}
-    for item, key, x in entries(plan, state):
+    for item, key, x in saved_arrays(plan, state):
         several = jax.process_count() > 1
         gathered[f"{item}:{key}"] = process_allgather(x, tiled=True) if several else np.asarray(x)
     return gathered

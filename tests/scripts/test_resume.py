@@ -151,7 +151,7 @@ def test_half_a_file_of_options_stops_no_run(options, whole, monkeypatch):
 def test_sigterm_while_the_last_save_is_written(options, whole, monkeypatch):
     """It is completed, and no sample drawn."""
     here = dataclasses.replace(options, sample=20, out=options.out.parent / "last")
-    seal = saves.seal
+    seal = saves.finalize
 
     def signalled(folder, manifest):
         if manifest["step"] == 10:
@@ -160,7 +160,7 @@ def test_sigterm_while_the_last_save_is_written(options, whole, monkeypatch):
             time.sleep(0.5)
         seal(folder, manifest)
 
-    monkeypatch.setattr(saves, "seal", signalled)
+    monkeypatch.setattr(saves, "finalize", signalled)
     summary = main(here)
     assert (summary.signal, summary.steps, summary.stopped_early) == (signal.SIGTERM, 10, False)
     assert not summary.sample

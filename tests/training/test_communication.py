@@ -100,7 +100,7 @@ def test_all_reduce_where_reduce_scatter_was_due_is_noticed(monkeypatch):
         start = jax.lax.axis_index("data") * size
         return jax.lax.dynamic_slice_in_dim(whole, start, size, dim)
 
-    monkeypatch.setattr("zerojax.collectives.Manual.scatter", scatter)
+    monkeypatch.setattr("zerojax.sharding.collectives.Manual.scatter", scatter)
     found = traffic(compiled_text(make_step(1)))
     assert found == {("all-reduce", "top"): PSI, ("all-gather", "top"): PSI}
     assert found != EXPECTED[1][0]

@@ -18,6 +18,8 @@ from jax import lax
 import zerojax as zj
 from tests import toy
 from zerojax.sharding import collectives
+from zerojax.sharding.axes import DATA
+from zerojax.sharding.specs import split_dim
 from zerojax.training import loss
 
 FACTORS = {
@@ -99,11 +101,11 @@ def drop_sum(monkeypatch):
     """The shard of this device's own gradient, without the other devices' terms."""
 
     def scatter(self, x, spec):
-        dim = collectives.split_dim(spec, self.axis)
+        dim = split_dim(spec)
         if dim is None:
             return self.all_reduce(x)
-        size = x.shape[dim] // self.mesh.shape[self.axis]
-        return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis) * size, size, dim)
+        size = x.shape[dim] // self.mesh.shape[DATA]
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(DATA) * size, size, dim)
 
     monkeypatch.setattr(collectives.Manual, "scatter", scatter)
 
@@ -113,11 +115,11 @@ def shift_shard(monkeypatch):
     scatter = collectives.Manual.scatter
 
     def shifted(self, x, spec):
-        size = self.mesh.shape[self.axis]
-        if collectives.split_dim(spec, self.axis) is None:
+        size = self.mesh.shape[DATA]
+        if split_dim(spec) is None:
             return scatter(self, x, spec)
         return lax.ppermute(
-            scatter(self, x, spec), self.axis, [(i, (i + 1) % size) for i in range(size)]
+            scatter(self, x, spec), DATA, [(i, (i + 1) % size) for i in range(size)]
         )
 
     monkeypatch.setattr(collectives.Manual, "scatter", shifted)
@@ -126,7 +128,7 @@ def shift_shard(monkeypatch):
 def mean_over_devices(monkeypatch):
     """Gradients of the leaves that stay whole come out N times too small."""
     monkeypatch.setattr(
-        collectives.Manual, "all_reduce", lambda self, x: lax.pmean(self.local(x), self.axis)
+        collectives.Manual, "all_reduce", lambda self, x: lax.pmean(self.local(x), DATA)
     )
 
 
@@ -138,14 +140,14 @@ def mean_of_means(monkeypatch):
         sums = call_loss(*args)
         return sums.map(lambda x: x / jax.numpy.maximum(sums.weight, 1e-6))
 
-    monkeypatch.setattr("zerojax.gradients.call_loss", normalized)
+    monkeypatch.setattr("zerojax.training.gradients.call_loss", normalized)
 
 
 def forget_last_microbatch(monkeypatch):
     def scan(f, init, xs):
         return lax.scan(f, init, jax.tree.map(lambda x: x[:-1], xs))
 
-    monkeypatch.setattr("zerojax.gradients.lax", types.SimpleNamespace(scan=scan))
+    monkeypatch.setattr("zerojax.training.gradients.lax", types.SimpleNamespace(scan=scan))
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_one_compile(stage, partitioner, optimizer):
 def test_weak_types_do_not_compile_twice(sabotage, monkeypatch):
     """`jnp.asarray(0.1)` is weak-typed until the first update makes it a plain float32."""
     if sabotage:
-        monkeypatch.setattr("zerojax.state.strong", lambda tree: tree)
+        monkeypatch.setattr("zerojax.sharding.state.strong", lambda tree: tree)
     optimizer = optax.GradientTransformation(
         lambda params: jnp.asarray(0.1),
         lambda grads, s, params=None: (jax.tree.map(lambda g: -s * g, grads), s * jnp.float32(1)),

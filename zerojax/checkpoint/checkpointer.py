@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 
 from zerojax.checkpoint import folder as saves
 from zerojax.checkpoint.folder import Save, find_saves
-from zerojax.checkpoint.items import ITEMS, DataIterator, data_states, entries
+from zerojax.checkpoint.items import ITEMS, DataIterator, data_states, saved_arrays
 from zerojax.checkpoint.restore import restore_newest
 from zerojax.sharding.plan import Plan
 from zerojax.sharding.state import TrainState
@@ -73,10 +73,10 @@ class Checkpointer:
         check_runs(plan)
         if keep_latest < 1:
             raise ValueError(f"keep_latest is {keep_latest}; keep 1 save or more.")
-        keys = collections.Counter(entry[:2] for entry in entries(plan, plan.abstract_state))
-        if twice := sorted(key for key, count in keys.items() if count > 1):
+        keys = collections.Counter((x.item, x.key) for x in saved_arrays(plan, plan.abstract_state))
+        if twice := sorted(key for (_, key), count in keys.items() if count > 1):
             raise ValueError(
-                f"two leaves have the path {twice[0][1]!r}: a name in the tree holds a '/'. "
+                f"two leaves have the path {twice[0]!r}: a name in the tree holds a '/'. "
                 "Rename it, or one would overwrite the other."
             )
         self.folder, self.plan = saves.local_path(folder), plan
@@ -94,7 +94,7 @@ class Checkpointer:
         self._closed = False
         # Folders made at once: where their thread fails, others wait for them for minutes.
         options = ocp.options.AsyncOptions(
-            post_finalization_callback=self._seal, create_directories_asynchronously=False
+            post_finalization_callback=self._finalize, create_directories_asynchronously=False
         )
         handler = ocp.CompositeCheckpointHandler(*ITEMS)
         self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
@@ -145,7 +145,7 @@ class Checkpointer:
             "data": None if data is None else data_states(data),
             **self._about,
         }
-        found = [entry for entry in entries(self.plan, state) if entry.array.size]  # Orbax: not 0
+        found = [x for x in saved_arrays(self.plan, state) if x.array.size]  # Orbax: not 0
         trees = {item: {x.key: x.array for x in found if x.item == item} for item in ITEMS}
         args = {item: ocp.args.PyTreeSave(tree) for item, tree in trees.items() if tree}
         self._saving = Path(f"{target}{saves.WRITING}"), manifest
@@ -233,10 +233,10 @@ class Checkpointer:
         if jax.process_index() == 0 and unfinished.exists():
             shutil.rmtree(unfinished)
 
-    def _seal(self) -> None:
+    def _finalize(self) -> None:
         """Called on process 0 when all arrays are written, before the folder gets its name."""
         assert self._saving is not None
-        saves.seal(*self._saving)
+        saves.finalize(*self._saving)
 
 
 _OPEN: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
@@ -277,7 +277,7 @@ def _naming(path: Path) -> Iterator[None]:
 def _about(plan: Plan) -> dict[str, Any]:
     """What the manifests of all saves of a plan have in common."""
     leaves: dict[str, dict[str, Any]] = {item: {} for item in ITEMS}
-    for item, key, array in entries(plan, plan.abstract_state):
+    for item, key, array in saved_arrays(plan, plan.abstract_state):
         spec = [list(x) if isinstance(x, tuple) else x for x in array.sharding.spec]
         leaves[item][key] = {"shape": list(array.shape), "dtype": str(array.dtype), "spec": spec}
     dtypes = {name: str(x and jax.numpy.dtype(x)) for name, x in vars(plan.precision).items()}

@@ -88,7 +88,7 @@ def find_saves(path: str | os.PathLike[str]) -> list[Save]:
     return sorted(found, reverse=True)
 
 
-def seal(folder: Path, manifest: Mapping[str, Any]) -> None:
+def finalize(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Writes manifest and sums into a folder that is complete but for them."""
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     files = [x for x in sorted(folder.rglob("*")) if x.is_file()]
@@ -101,13 +101,14 @@ def seal(folder: Path, manifest: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def find_damage(save: Save, items: Sequence[str], share: tuple[int, int] = (0, 1)) -> str | None:
+def find_damage(save: Save, items: Sequence[str], index: int = 0, count: int = 1) -> str | None:
     """Names a file that is not as it was written, or None.
 
     Args:
       save: the save.
       items: the folders in it that matter, such as ("params",).
-      share: (i, n) reads only the i-th of n shares of the files.
+      index: which share of the files to read.
+      count: into how many shares they are dealt out.
     """
     try:
         lines = (save.path / SUMS).read_text(encoding="utf-8").splitlines()
@@ -116,9 +117,8 @@ def find_damage(save: Save, items: Sequence[str], share: tuple[int, int] = (0, 1
         return f"{save.path / SUMS} cannot be read ({error})"
     if MANIFEST not in sums:
         return f"{save.path / SUMS} does not name {MANIFEST}"
-    mine = sorted(x for x in sums if x == MANIFEST or x.split("/")[0] in items)[
-        share[0] :: share[1]
-    ]
+    needed = sorted(x for x in sums if x == MANIFEST or x.split("/")[0] in items)
+    mine = needed[index::count]
     try:
         for name, digest in _digests(save.path, mine):
             if digest != sums[name]:

@@ -15,7 +15,8 @@ from jax.experimental import multihost_utils
 from zerojax.sharding.plan import Plan
 from zerojax.sharding.state import PyTree, TrainState
 
-ITEMS = ("params", "master", "optimizer")  # folders of a save
+WEIGHT_ITEMS = ("params", "master")
+ITEMS = (*WEIGHT_ITEMS, "optimizer")  # folders of a save, Orbax's items
 
 
 class DataIterator(Protocol):
@@ -30,7 +31,7 @@ class DataIterator(Protocol):
         ...
 
 
-class Entry(NamedTuple):
+class SavedArray(NamedTuple):
     """One array of a save: the folder it is in, its key there, and what is (to be) in memory."""
 
     item: str
@@ -38,21 +39,21 @@ class Entry(NamedTuple):
     array: Any  # jax.Array or jax.ShapeDtypeStruct, with a sharding
 
 
-def entries(plan: Plan, state: TrainState) -> list[Entry]:
+def saved_arrays(plan: Plan, state: TrainState) -> list[SavedArray]:
     """Every array of a state of the plan, or of its shapes, with its place in a save."""
     opt_state = jax.tree.leaves(state.opt_state)
     return [
-        *tree_entries("params", [leaf.path for leaf in plan.params], state.params),
-        *tree_entries("master", [leaf.path for leaf in plan.master], state.master),
-        *tree_entries(
+        *arrays_of_item("params", [leaf.path for leaf in plan.params], state.params),
+        *arrays_of_item("master", [leaf.path for leaf in plan.master], state.master),
+        *arrays_of_item(
             "optimizer", [f"opt_state/{leaf.path}" for leaf in plan.opt_state], opt_state
         ),
-        *tree_entries("optimizer", ["step", "key"], [state.step, state.key]),
+        *arrays_of_item("optimizer", ["step", "key"], [state.step, state.key]),
     ]
 
 
-def tree_entries(item: str, keys: Sequence[str], tree: PyTree) -> list[Entry]:
-    """An Entry for every leaf; PRNG keys as the integers that they are made of."""
+def arrays_of_item(item: str, keys: Sequence[str], tree: PyTree) -> list[SavedArray]:
+    """An SavedArray for every leaf; PRNG keys as the integers that they are made of."""
 
     def stored(x: Any) -> Any:
         if not is_key(x):
@@ -63,16 +64,16 @@ def tree_entries(item: str, keys: Sequence[str], tree: PyTree) -> list[Entry]:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=x.sharding)
 
     leaves = jax.tree.leaves(tree)
-    return [Entry(item, key, stored(x)) for key, x in zip(keys, leaves, strict=True)]
+    return [SavedArray(item, key, stored(x)) for key, x in zip(keys, leaves, strict=True)]
 
 
 def abstract_leaves(plan: Plan) -> list[Any]:
-    """The leaves of the abstract state in the order of `entries`."""
+    """The leaves of the abstract state in the order of `saved_arrays`."""
     return jax.tree.leaves(_parts(plan.abstract_state))
 
 
 def make_state(plan: Plan, arrays: Sequence[jax.Array]) -> TrainState:
-    """The state of arrays in the order of `entries`."""
+    """The state of arrays in the order of `saved_arrays`."""
     structure = jax.tree.structure(_parts(plan.abstract_state))
     params, master, opt_state, step, key = jax.tree.unflatten(structure, arrays)
     return TrainState(step, params, opt_state, key, master)

@@ -19,15 +19,17 @@ from zerojax.checkpoint import folder as saves
 from zerojax.checkpoint.folder import DamagedError, Save, find_saves
 from zerojax.checkpoint.items import (
     ITEMS,
+    WEIGHT_ITEMS,
     DataIterator,
-    Entry,
+    SavedArray,
     abstract_leaves,
+    arrays_of_item,
     as_key,
-    entries,
     make_state,
-    tree_entries,
+    saved_arrays,
 )
-from zerojax.sharding.mesh import DATA, make_mesh
+from zerojax.sharding.axes import DATA, num_shards
+from zerojax.sharding.mesh import make_mesh
 from zerojax.sharding.plan import Plan
 from zerojax.sharding.specs import split
 from zerojax.sharding.state import PyTree, TrainState, owned
@@ -108,11 +110,11 @@ def restore_params(
         if dtype is not None:
             raise ValueError("restore_params: the plan says the dtypes; leave out dtype.")
     mesh = make_mesh() if plan is None else plan.mesh
-    save = _choose(path, ITEMS[:2], aside=False)
+    save = _choose(path, WEIGHT_ITEMS, aside=False)
     leaves = save.manifest()["leaves"]
     if plan is not None:
         tree = plan.abstract_state.params
-        found = tree_entries("params", [leaf.path for leaf in plan.params], tree)
+        found = arrays_of_item("params", [leaf.path for leaf in plan.params], tree)
         _check_same(save, leaves, found)
         arrays = _read(save, [_source(entry, leaves) for entry in found])
         arrays = map(as_key, arrays, jax.tree.leaves(tree))
@@ -122,9 +124,9 @@ def restore_params(
         kind = jnp.dtype(said["dtype"])
         if dtype is not None and jnp.issubdtype(kind, jnp.floating):
             kind = dtype
-        spec = split(tuple(said["shape"]), mesh.size, DATA).spec
+        spec = split(tuple(said["shape"]), num_shards(mesh), DATA).spec
         array = jax.ShapeDtypeStruct(said["shape"], kind, sharding=NamedSharding(mesh, spec))
-        wanted.append(_source(Entry("params", key, array), leaves))
+        wanted.append(_source(SavedArray("params", key, array), leaves))
     return dict(zip(leaves["params"], _read(save, wanted), strict=True))
 
 
@@ -143,7 +145,7 @@ def restore_newest(
             f"{save.path} holds PRNG keys of type {manifest['plan']['keys']}, and the plan's are "
             f"{keys}. Set jax_default_prng_impl as it was for the run, before make_plan."
         )
-    found = entries(plan, plan.abstract_state)
+    found = saved_arrays(plan, plan.abstract_state)
     _check_same(save, leaves, [entry for entry in found if entry.item == "params"])
     _check_same(save, leaves, [entry for entry in found if entry.item == "optimizer"])
     wanted = [_source(entry, leaves) for entry in found]
@@ -162,28 +164,28 @@ def _choose(path: str | os.PathLike[str], items: Sequence[str], *, aside: bool) 
 
     The processes share the reading: each checks some of the files.
     """
-    share = jax.process_index(), jax.process_count()
+    index, count = jax.process_index(), jax.process_count()
     found = find_saves(path)
     for number, save in enumerate(found):
-        damage = saves.find_damage(save, items, share)
+        damage = saves.find_damage(save, items, index, count)
         if damage is None:
-            others = multihost_utils.process_allgather(np.array(False)) if share[1] > 1 else False
+            others = multihost_utils.process_allgather(np.array(False)) if count > 1 else False
             if not np.any(others):
                 return save
             damage = f"{save.path}: another process found a damaged file in it"
-        elif share[1] > 1:
+        elif count > 1:
             multihost_utils.process_allgather(np.array(True))
         if number + 1 == len(found):
             raise DamagedError(f"{damage}; no older save is there to use in its place.")
         if aside:
-            moved = saves.set_aside(save) if share[0] == 0 else None
+            moved = saves.set_aside(save) if index == 0 else None
             damage += f" (the save is now {moved.name})" if moved else ""
         said = f"{damage}; using the save of step {found[number + 1].step} in its place"
         warnings.warn(said, stacklevel=4)
     raise AssertionError("find_saves returns one save or more")
 
 
-def _check_same(save: Save, leaves: Mapping[str, Any], wanted: Sequence[Entry]) -> None:
+def _check_same(save: Save, leaves: Mapping[str, Any], wanted: Sequence[SavedArray]) -> None:
     """Raises ValueError unless the save has the leaves of one item that the plan has."""
     item = wanted[0].item
     found, expected = leaves[item], {entry.key: list(entry.array.shape) for entry in wanted}
@@ -216,7 +218,7 @@ def _check_same(save: Save, leaves: Mapping[str, Any], wanted: Sequence[Entry]) 
     )
 
 
-def _source(entry: Entry, leaves: Mapping[str, Any]) -> Entry:
+def _source(entry: SavedArray, leaves: Mapping[str, Any]) -> SavedArray:
     """Where the values of an entry are read from: a weight's from its widest copy, if casting.
 
     A master copy that was not saved is the parameter itself; a parameter in another dtype than
@@ -231,7 +233,7 @@ def _source(entry: Entry, leaves: Mapping[str, Any]) -> Entry:
 
 
 def _warn_of_rounding(
-    save: Save, found: Sequence[Entry], wanted: Sequence[Entry], leaves: Mapping[str, Any]
+    save: Save, found: Sequence[SavedArray], wanted: Sequence[SavedArray], leaves: Mapping[str, Any]
 ) -> None:
     """Warns of values that the plan cannot hold as they were saved, and holds nowhere else."""
     kept = {entry.key for entry in found if entry.item == "master"}
@@ -248,7 +250,7 @@ def _warn_of_rounding(
         warnings.warn(f"{said}: the plan's precision is narrower than the saved one", stacklevel=4)
 
 
-def _read(save: Save, wanted: Sequence[Entry]) -> list[jax.Array]:
+def _read(save: Save, wanted: Sequence[SavedArray]) -> list[jax.Array]:
     """The arrays, each device reading its shards, with one large leaf in flight on the host."""
     arrays: list[jax.Array | None] = [None] * len(wanted)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
@@ -264,7 +266,7 @@ def _read(save: Save, wanted: Sequence[Entry]) -> list[jax.Array]:
     ]
 
 
-def _passes(wanted: Sequence[Entry]) -> Iterator[tuple[str, dict[str, int]]]:
+def _passes(wanted: Sequence[SavedArray]) -> Iterator[tuple[str, dict[str, int]]]:
     """What to read together: places in `wanted` by key, as many as have the largest one's bytes.
 
     A weight and its master copy may be read from one array: a key comes once in a pass.

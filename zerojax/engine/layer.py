@@ -3,166 +3,142 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
-from zerojax.engine.weights import Entrance, Entry
-from zerojax.tree import leaf_path
-
-PyTree = Any
-Arrays = list[jax.Array]
-
-
-class Parts(NamedTuple):
-    """The leaves of a tree, apart: floating ones have gradients, the others do not."""
-
-    floating: Any
-    others: Any
+from zerojax.engine.observer import Arrays, Engine, StackRecord
+from zerojax.engine.weights import Exchange, Weight
+from zerojax.sharding.axes import num_shards
+from zerojax.sharding.specs import is_split
+from zerojax.tree import Parts, PyTree, combine, partition
 
 
-def part(tree: PyTree) -> tuple[Parts, Callable[[Parts], PyTree]]:
-    """Takes a tree apart; the function puts one like it together again."""
-    leaves, treedef = jax.tree.flatten(tree)
-    is_floating = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves]
+class Inputs(NamedTuple):
+    """What blocks take beside weights and x: what all of them share, and what is each one's own."""
 
-    def join(parts: Parts) -> PyTree:
-        floating, others = iter(parts.floating), iter(parts.others)
-        return treedef.unflatten([next(floating if f else others) for f in is_floating])
-
-    pairs = list(zip(leaves, is_floating, strict=True))
-    return Parts([jnp.asarray(x) for x, f in pairs if f], [x for x, f in pairs if not f]), join
-
-
-def split_output(out: Any, x: PyTree) -> tuple[PyTree, tuple]:
-    """Tells a block's `x` from `(x, aux)`: returns (x, ()) or (x, (aux,))."""
-    same = jax.tree.structure(x)
-    if jax.tree.structure(out) == same:
-        return out, ()
-    if isinstance(out, tuple) and len(out) == 2 and jax.tree.structure(out[0]) == same:
-        return out[0], (out[1],)
-    raise ValueError(
-        f"the block returned a tree of structure {jax.tree.structure(out)}; it must return x, of "
-        f"structure {same}, or (x, aux)."
-    )
-
-
-def check_same(x: PyTree, y: PyTree) -> None:
-    """Raises ValueError unless a block of a stack handed on what it was given."""
-    for (path, old), new in zip(jax.tree.leaves_with_path(x), jax.tree.leaves(y), strict=True):
-        before, after = ((jnp.result_type(a), list(jnp.shape(a))) for a in (old, new))
-        if before != after:
-            raise ValueError(
-                f"the block turned x{jax.tree_util.keystr(path)} from {before[0]}{before[1]} into "
-                f"{after[0]}{after[1]}; all layers of a stack must hand on the same. Cast or "
-                "project inside the block, or use apply_layer."
-            )
-
-
-def check_closure(block: Callable[..., Any], weights: Arrays, x: PyTree, inputs: Parts) -> None:
-    """Raises ValueError if a block closes over a traced floating array.
-
-    The backward runs the block again, where such an array is out of reach, and so is its gradient.
-    """
-
-    def run(weights, x, floating):
-        return block(weights, x, Parts(floating, inputs.others))
-
-    for const in jax.make_jaxpr(run)(weights, x, inputs.floating).consts:
-        if isinstance(const, Tracer) and jnp.issubdtype(const.dtype, jnp.inexact):
-            raise ValueError(
-                f"the block closes over a traced array, {const.dtype}{list(const.shape)}: a weight "
-                "or something computed outside the block. Pass it through broadcast, or through "
-                "per_layer if each layer has its own; its gradient comes back the same way."
-            )
-
-
-def count_layers(stacked_params: PyTree, per_layer: PyTree) -> int:
-    """The number of layers; ValueError unless every leaf agrees on it."""
-    flat = jax.tree.leaves_with_path((stacked_params, per_layer))
-    if not jax.tree.leaves(stacked_params):
-        raise ValueError("scan_layers: stacked_params has no arrays; pass the stacked weights.")
-    shapes = [(leaf_path(path[1:]), jnp.shape(x)) for path, x in flat]
-    first_name, first = shapes[0]
-    for name, shape in shapes:
-        if not (shape and first and shape[0] == first[0]):
-            raise ValueError(
-                f"scan_layers: leaf {name!r} has shape {shape} and {first_name!r} has {first}; the "
-                "first dimension of each must count the layers. Stack them with jnp.stack."
-            )
-    return first[0]
-
-
-def check_choices(remat: str, prefetch: int) -> None:
-    """Raises ValueError for what `scan_layers` does not know."""
-    if remat not in ("full", "none"):
-        raise ValueError(f'remat is {remat!r}; pass "full" or "none".')
-    if prefetch not in range(9):
-        raise ValueError(f"prefetch is {prefetch!r}; pass 0, 1 or 2 layers (at most 8).")
+    shared: PyTree
+    own: PyTree = None
 
 
 class Layer(NamedTuple):
     """One layer as the engine runs it.
 
     Attributes:
-      entrance: how weights become whole and gradients leave.
-      entries: the layer's weights, flat.
-      block: the user's function of (flat weights, x, inputs), to (x, aux).
+      exchange: how weights become whole and gradients leave.
+      weights: the layer's weights, flat.
+      block: the user's function of (flat weights, x, Inputs), to (x, aux).
       remat: what is saved for the backward: "full" is x alone, "none" all but the weights.
     """
 
-    entrance: Entrance
-    entries: list[Entry]
-    block: Callable[[Arrays, PyTree, Parts], tuple[PyTree, PyTree]]
+    exchange: Exchange
+    weights: list[Weight]
+    block: Callable[[Arrays, PyTree, Inputs], tuple[PyTree, PyTree]]
     remat: str
 
     def gather(self, arrays: Arrays) -> Arrays:
         """The whole weights, from their arrays at rest."""
-        pairs = zip(self.entries, arrays, strict=True)
-        return [self.entrance.gather(entry._replace(array=array)) for entry, array in pairs]
+        pairs = zip(self.weights, arrays, strict=True)
+        return [self.exchange.gather(weight._replace(array=array)) for weight, array in pairs]
 
-    def leave(self, grads: Arrays) -> Arrays:
+    def reduce(self, grads: Arrays) -> Arrays:
         """The gradients of the trained weights as they leave the backward."""
-        pairs = zip(self.entries, grads, strict=True)
-        return [self.entrance.leave(entry, g) for entry, g in pairs if entry.sink is not None]
+        pairs = zip(self.weights, grads, strict=True)
+        return [self.exchange.reduce(weight, g) for weight, g in pairs if weight.sink is not None]
 
-    def forward(self, weights: Arrays, x: PyTree, inputs: Parts) -> tuple[tuple, tuple, Any]:
-        """Returns (x, floating aux), (other aux, what puts aux together), and what to save."""
-        joins = []
+    def forward(self, whole: Arrays, x: PyTree, inputs: Parts) -> tuple[PyTree, Parts, Any]:
+        """From whole weights, returns x, aux, and what to save; `inputs` are Inputs in parts."""
 
-        def run(weights, x, floating, others):
-            y, aux = self.block(weights, x, Parts(floating, others))
-            parts, join = part(aux)
-            joins.append(join)
-            return (y, parts.floating), parts.others
+        def run(whole, x, floating, others):
+            y, aux = self.block(whole, x, combine(Parts(floating, others)))
+            aux = partition(aux)
+            return (y, aux.floating), aux.others
 
-        args = (weights, x, inputs.floating, inputs.others)
+        args = (whole, x, inputs.floating, inputs.others)
         if self.remat == "full":
-            out, others = run(*args)
-            return out, (others, joins[0]), x
+            (y, floating), others = run(*args)
+            return y, Parts(floating, others), x
         # Weights and inputs are at hand in the backward; saved, they would be so for every layer.
         saveable = (False, True, False, False)
-        out, vjp, others = jax.vjp(run, *args, has_aux=True, saveable_args=saveable)
-        return out, (others, joins[0]), vjp
+        (y, floating), vjp, others = jax.vjp(run, *args, has_aux=True, saveable_args=saveable)
+        return y, Parts(floating, others), vjp
 
     def backward(
-        self, weights: Arrays, saved: Any, inputs: Parts, cotangents: tuple
-    ) -> tuple[Arrays, PyTree, Any]:
-        """Returns the cotangents of the weights, of x and of the floating inputs."""
+        self, whole: Arrays, saved: Any, inputs: Parts, ct_x: PyTree, ct_aux: PyTree
+    ) -> tuple[Arrays, PyTree, PyTree]:
+        """Returns the cotangents of the whole weights, of x and of the floating inputs."""
         if self.remat == "full":
 
-            def run(weights, x, floating):
-                y, aux = self.block(weights, x, Parts(floating, inputs.others))
-                return y, part(aux)[0].floating
+            def run(whole, x, floating):
+                y, aux = self.block(whole, x, combine(Parts(floating, inputs.others)))
+                return y, partition(aux).floating
 
-            _, vjp = jax.vjp(run, weights, saved, inputs.floating)
-            return vjp(cotangents)
-        args = list(saved.args_res)
-        args[0], args[2], args[3] = weights, inputs.floating, inputs.others
-        return saved.replace(args_res=args)(cotangents)[:3]
+            _, vjp = jax.vjp(run, whole, saved, inputs.floating)
+            return vjp((ct_x, ct_aux))
+        _, x, _, _ = saved.args_res
+        vjp = saved.replace(args_res=[whole, x, inputs.floating, inputs.others])
+        ct_whole, ct_x, ct_floating, _ = vjp((ct_x, ct_aux))
+        return ct_whole, ct_x, ct_floating
+
+    def record(self, *, num_layers: int, prefetch: int, regathers: bool) -> StackRecord:
+        """What an observer is told of so many of these layers."""
+        trained = [weight for weight in self.weights if weight.sink is not None]
+        precision = self.exchange.precision
+        return StackRecord(
+            num_layers=num_layers,
+            prefetch=prefetch,
+            gathers=any(is_split(weight.rest_spec) for weight in self.weights),
+            reduces=any(weight.grad_spec is not None for weight in trained),
+            num_weights=len(self.weights),
+            num_grads=len(trained),
+            layer_bytes=self._whole_bytes(self.weights, precision.compute) // num_layers,
+            layer_grad_bytes=self._whole_bytes(trained, precision.reduce) // num_layers,
+            paths=tuple(weight.path for weight in self.weights),
+            regathers=regathers,
+        )
+
+    def _whole_bytes(self, weights: Sequence[Weight], dtype: Any) -> int:
+        """Bytes of whole weights, of all layers of a stack, the real ones in `dtype`."""
+        total = 0
+        for weight in weights:
+            # Inside the step, the array at rest of a split weight is a device's shard.
+            shards = num_shards(self.exchange.partitioner.mesh) if is_split(weight.rest_spec) else 1
+            is_real = jnp.issubdtype(weight.array.dtype, jnp.floating)
+            width = jnp.dtype(dtype if is_real else weight.array.dtype).itemsize
+            total += weight.array.size * shards * width
+        return total
+
+
+def differentiable(
+    engine: Engine, weights: Sequence[Weight], exchange: Exchange, x: PyTree, inputs: Inputs
+) -> tuple[PyTree, PyTree]:
+    """Runs an engine with its own backward, whose gradients reach the sinks; returns (x, aux)."""
+
+    @jax.custom_vjp
+    def run(arrays, sinks, x, inputs):
+        return run_and_save(arrays, sinks, x, inputs)[0]
+
+    def run_and_save(arrays, sinks, x, inputs):
+        x, aux, saved = engine.forward(arrays, x, inputs)
+        return (x, aux), (arrays, sinks, saved, inputs)
+
+    def pull_back(residuals, cotangents):
+        arrays, sinks, saved, inputs = residuals
+        ct_x, ct_aux = cotangents
+        out = engine.backward(arrays, saved, inputs, ct_x, ct_aux.floating)
+        ct_sinks, ct_x, ct_floating = first_order(out, sinks)
+        return None, ct_sinks, ct_x, Parts(ct_floating, None)
+
+    run.defvjp(run_and_save, pull_back)
+    local = functools.partial(jax.tree.map, exchange.partitioner.local)
+    floating, others = partition(inputs)
+    arrays = [weight.array for weight in weights]
+    sinks = [weight.sink for weight in weights if weight.sink is not None]
+    x, aux = run(arrays, sinks, local(x), Parts(local(floating), others))
+    return x, combine(aux)
 
 
 @jax.custom_vjp

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer engine: gather a layer, use it, drop it; gather it again in the backward.
+"""The layer engine on a stack: gather a layer, use it, drop it; gather it again in the backward.
 
 Inside a zerojax step the loss function receives weights that look whole. Handed to `scan_layers`
 or `apply_layer` untouched, they are recognised, and the engine works on the arrays at rest instead:
@@ -9,7 +9,6 @@ like, gathered where the step enters, and their gradient joins the engine's.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,22 +16,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.engine.layer import (
-    Arrays,
-    Layer,
-    Parts,
-    PyTree,
+from zerojax.engine.block import (
     check_choices,
     check_closure,
     check_same,
     count_layers,
-    first_order,
-    part,
     split_output,
 )
-from zerojax.engine.observer import watch
-from zerojax.engine.weights import Entry, current, recognise
+from zerojax.engine.layer import Inputs, Layer, differentiable
+from zerojax.engine.observer import Arrays, StackRecord, observed
+from zerojax.engine.weights import current_scope
 from zerojax.sharding.precision import accumulable
+from zerojax.sharding.specs import is_split
+from zerojax.tree import Parts, PyTree
 
 
 def scan_layers(
@@ -79,99 +75,34 @@ def scan_layers(
     """
     num_layers = count_layers(stacked_params, per_layer)
     check_choices(remat, prefetch)
-    inside = current()
-    if inside is None:
+    scope = current_scope()
+    if scope is None:
         return _plain_scan(block, stacked_params, x, broadcast, per_layer, remat, unroll)
-    entries = recognise(inside, stacked_params, stacked=True)
+    weights = scope.find(stacked_params, stacked=True)
     treedef = jax.tree.structure(stacked_params)
-    (shared, join_shared), (own, join_own) = part(broadcast), part(per_layer)
 
-    def run_block(weights: Arrays, x: PyTree, inputs: Parts) -> tuple[PyTree, PyTree]:
-        trees = join_shared(Parts(inputs.floating[0], inputs.others[0]))
-        if per_layer is not None:
-            trees = (*trees, join_own(Parts(inputs.floating[1], inputs.others[1])))
-        y, aux = split_output(block(treedef.unflatten(weights), x, *trees), x)
+    def run_block(whole: Arrays, x: PyTree, inputs: Inputs) -> tuple[PyTree, PyTree]:
+        own = () if per_layer is None else (inputs.own,)
+        y, aux = split_output(block(treedef.unflatten(whole), x, *inputs.shared, *own), x)
         check_same(x, y)
         return y, aux
 
-    inputs = Parts((shared.floating, own.floating), (shared.others, own.others))
-    weights, own_floating, own_others = jax.tree.map(
-        lambda a: a[0], (jax.tree.leaves(stacked_params), own.floating, own.others)
+    first_weights, first_own = jax.tree.map(
+        lambda a: a[0], (jax.tree.leaves(stacked_params), per_layer)
     )
-    first = Parts((shared.floating, own_floating), (shared.others, own_others))
-    check_closure(run_block, weights, x, first)
-    layer = Layer(inside.entrance, [entry.layer() for entry in entries], run_block, remat)
-    whole = not any(any(entry.rest) for entry in entries)  # and at hand: nothing to gather
-    ahead = 0 if whole else min(prefetch, num_layers - 1)
-    stack = _Stack(layer, num_layers, ahead, regather or whole, unroll)
-    x, aux = _run(stack, entries, x, inputs)
+    check_closure(run_block, first_weights, x, Inputs(broadcast, first_own))
+    layer = Layer(scope.exchange, [weight.layer() for weight in weights], run_block, remat)
+    gathers = any(is_split(weight.rest_spec) for weight in weights)
+    ahead = min(prefetch, num_layers - 1) if gathers else 0
+    # Weights that rest whole are at hand: nothing to gather, ahead or again.
+    engine = StackEngine(layer, num_layers, ahead, regather or not gathers, unroll)
+    inputs = Inputs(broadcast, per_layer)
+    x, aux = differentiable(observed(engine, engine.record), weights, scope.exchange, x, inputs)
     return (x, *aux) if aux else x
 
 
-def apply_layer(
-    block: Callable[..., Any], params: PyTree, x: PyTree, *broadcast: PyTree, remat: str = "full"
-) -> Any:
-    """Runs one layer of its own, gathered just before it is used; outside a step, a plain call.
-
-    Args:
-      block: `(params, x, *broadcast) -> y`, any tree of arrays; `y` need not be like `x`.
-      params: a tree of arrays, not stacked, exactly as the loss function received them.
-      x: a tree of floating arrays.
-      broadcast: further trees that the block receives: masks, position tables.
-      remat: as for `scan_layers`.
-
-    Returns:
-      What the block returned.
-
-    Raises:
-      ValueError: `remat` is out of range; inside a step, a weight is not one of the plan's, is of
-        a stack, or the block closes over a traced array.
-
-    Example:
-      >>> block = lambda p, x: jnp.tanh(x @ p["w"])
-      >>> apply_layer(block, {"w": jnp.zeros((2, 3))}, jnp.ones((1, 2))).shape
-      (1, 3)
-    """
-    check_choices(remat, 0)
-    inside = current()
-    if inside is None:
-        call = jax.checkpoint(block) if remat == "full" else block
-        return call(params, x, *broadcast)
-    entries = recognise(inside, params, stacked=False)
-    treedef = jax.tree.structure(params)
-    inputs, join = part(broadcast)
-
-    def run_block(weights: Arrays, x: PyTree, inputs: Parts) -> tuple[PyTree, PyTree]:
-        return (), block(treedef.unflatten(weights), x, *join(inputs))  # all of it is "aux"
-
-    check_closure(run_block, jax.tree.leaves(params), x, inputs)
-    layer = Layer(inside.entrance, entries, run_block, remat)
-    return _run(_Single(layer), entries, x, inputs)[1]
-
-
-class _Single(NamedTuple):
-    """The engine on one layer."""
-
-    layer: Layer
-
-    def forward(self, arrays: Arrays, x: PyTree, inputs: Parts) -> tuple:
-        """As Layer.forward, from the arrays at rest."""
-        return self.layer.forward(self.layer.gather(arrays), x, inputs)
-
-    def backward(self, arrays: Arrays, saved: Any, inputs: Parts, cotangents: tuple) -> tuple:
-        """The cotangents of the sinks, of x and of the floating inputs."""
-        # Without the barrier XLA would keep the forward's weights instead of gathering them again.
-        arrays, cotangents = lax.optimization_barrier((arrays, cotangents))
-        weights = self.layer.gather(arrays)
-        ct_weights, ct_x, ct_inputs = self.layer.backward(weights, saved, inputs, cotangents)
-        return self.layer.leave(ct_weights), ct_x, ct_inputs
-
-
-class _Stack(NamedTuple):
-    """The engine on a stack: two loops, each with a queue of `prefetch` gathered layers.
-
-    The inputs are pairs: (what all layers share, what is each layer's own).
-    """
+class StackEngine(NamedTuple):
+    """The engine on a stack: two loops, each with a queue of `prefetch` gathered layers."""
 
     layer: Layer
     num_layers: int
@@ -179,57 +110,67 @@ class _Stack(NamedTuple):
     regather: bool
     unroll: int
 
-    def forward(self, arrays: Arrays, x: PyTree, inputs: Parts) -> tuple:
-        """As Layer.forward for all layers; aux and what is saved come stacked."""
-        place, joins = self.layer.entrance.place, []
+    def forward(self, arrays: Arrays, x: PyTree, inputs: Parts) -> tuple[PyTree, Parts, Any]:
+        """As Engine.forward."""
+        local = self.layer.exchange.partitioner.local
 
         def body(carry: tuple, xs: tuple) -> tuple:
             x, queue = carry
             index, own = xs
-            weights, queue = self._turn(arrays, queue, index, 1)
-            (x, aux), (others, join), saved = self.layer.forward(weights, x, _with(inputs, own))
-            joins.append(join)
-            kept = () if self.regather else weights
-            return (jax.tree.map(place.local, x), queue), (aux, others, (saved, kept))
+            whole, queue = self._turn(arrays, queue, index, 1)
+            x, aux, saved = self.layer.forward(whole, x, _of_layer(inputs, own))
+            kept = () if self.regather else whole
+            return (jax.tree.map(local, x), queue), (aux, saved, kept)
 
         carry = x, self._start(arrays, 0, 1, x)
-        (x, _), (aux, others, saved) = lax.scan(
+        (x, _), (aux, saved, kept) = lax.scan(
             body, carry, self._indexed(inputs), unroll=self.unroll
         )
-        return (x, aux), (others, joins[0]), saved
+        return x, aux, (saved, kept)
 
-    def backward(self, arrays: Arrays, saved: Any, inputs: Parts, cotangents: tuple) -> tuple:
-        """The cotangents of the sinks, of x and of the floating inputs."""
-        shared, place = inputs.floating[0], self.layer.entrance.place
-        ct_x, ct_aux = cotangents
+    def backward(
+        self, arrays: Arrays, saved: Any, inputs: Parts, ct_x: PyTree, ct_aux: PyTree
+    ) -> tuple[Arrays, PyTree, PyTree]:
+        """As Engine.backward."""
         saved, kept = saved
 
         def body(carry: tuple, xs: tuple) -> tuple:
             ct_x, ct_shared, queue = carry
             (index, own), saved, ct_aux = xs
             if self.regather:
-                weights, queue = self._turn(arrays, queue, index, -1)
+                whole, queue = self._turn(arrays, queue, index, -1)
             else:
                 # Scanned over, they would be copied on a stream of their own, and XLA would have
                 # the scatter of the layer before hide behind those copies instead of the layer.
-                weights = self._take(kept, index)
-            ct_weights, ct_x, (ct_terms, ct_own) = self.layer.backward(
-                weights, saved, _with(inputs, own), (ct_x, ct_aux)
+                whole = self._take(kept, index)
+            ct_whole, ct_x, ct_inputs = self.layer.backward(
+                whole, saved, _of_layer(inputs, own), ct_x, ct_aux
             )
-            ct_shared = [a + accumulable(b) for a, b in zip(ct_shared, ct_terms, strict=True)]
-            return (ct_x, ct_shared, queue), (self.layer.leave(ct_weights), ct_own)
+            ct_shared = jax.tree.map(lambda a, b: a + accumulable(b), ct_shared, ct_inputs.shared)
+            return (ct_x, ct_shared, queue), (self.layer.reduce(ct_whole), ct_inputs.own)
 
-        zeros = [place.zeros(x.shape, accumulable(x).dtype, None) for x in shared]
+        def zeros(x: jax.Array) -> jax.Array:
+            return self.layer.exchange.partitioner.zeros(x.shape, accumulable(x).dtype, None)
+
+        shared = inputs.floating.shared
         queue = self._start(arrays, self.num_layers - 1, -1, ct_x) if self.regather else ()
-        carry, xs = (ct_x, zeros, queue), (self._indexed(inputs), saved, ct_aux)
-        (ct_x, ct_shared, _), (left, ct_own) = lax.scan(
+        carry = ct_x, jax.tree.map(zeros, shared), queue
+        xs = self._indexed(inputs), saved, ct_aux
+        (ct_x, ct_shared, _), (reduced, ct_own) = lax.scan(
             body, carry, xs, reverse=True, unroll=self.unroll
         )
-        ct_shared = [ct.astype(x.dtype) for ct, x in zip(ct_shared, shared, strict=True)]
-        return left, ct_x, (ct_shared, ct_own)
+        ct_shared = jax.tree.map(lambda ct, x: ct.astype(x.dtype), ct_shared, shared)
+        return reduced, ct_x, Inputs(ct_shared, ct_own)
+
+    def record(self) -> StackRecord:
+        """What runs."""
+        return self.layer.record(
+            num_layers=self.num_layers, prefetch=self.prefetch, regathers=self.regather
+        )
 
     def _indexed(self, inputs: Parts) -> tuple[jax.Array, Parts]:
-        return jnp.arange(self.num_layers), Parts(inputs.floating[1], inputs.others[1])
+        """What the loops scan over: the number of a layer, and its own inputs."""
+        return jnp.arange(self.num_layers), Parts(inputs.floating.own, inputs.others.own)
 
     def _take(self, arrays: Arrays, index: Any) -> Arrays:
         return [lax.dynamic_index_in_dim(array, index, keepdims=False) for array in arrays]
@@ -250,47 +191,13 @@ class _Stack(NamedTuple):
         In the last `prefetch` turns none is ahead, and the last layer is gathered again.
         """
         ahead = jnp.clip(index + direction * self.prefetch, 0, self.num_layers - 1)
-        queue = (*queue, self.layer.gather(self._take(arrays, ahead)))
-        return queue[0], queue[1:]
+        whole, *queue_left = (*queue, self.layer.gather(self._take(arrays, ahead)))
+        return whole, tuple(queue_left)
 
 
-def _with(inputs: Parts, own: Parts) -> Parts:
-    """The inputs of one layer: what all share, and its own."""
-    return Parts((inputs.floating[0], own.floating), (inputs.others[0], own.others))
-
-
-def _run(engine: _Single | _Stack, entries: list[Entry], x: PyTree, inputs: Parts) -> Any:
-    """Runs an engine with its own backward; returns (x, aux)."""
-    engine, joins = watch(engine), []
-
-    def forward(arrays: Arrays, x: PyTree, inputs: Parts) -> tuple:
-        out, (others, join), saved = engine.forward(arrays, x, inputs)
-        joins.append(join)
-        return (out, others), saved
-
-    @jax.custom_vjp
-    def run(arrays, sinks, x, inputs):
-        return forward(arrays, x, inputs)[0]
-
-    def run_forward(arrays, sinks, x, inputs):
-        out, saved = forward(arrays, x, inputs)
-        return out, (arrays, sinks, saved, inputs)
-
-    def run_backward(residuals, cotangents):
-        arrays, sinks, saved, inputs = residuals
-        out = engine.backward(arrays, saved, inputs, cotangents[0])
-        left, ct_x, ct_floating = first_order(out, sinks)
-        return None, left, ct_x, Parts(ct_floating, None)
-
-    run.defvjp(run_forward, run_backward)
-    local = functools.partial(jax.tree.map, engine.layer.entrance.place.local)
-    (x, aux), others = run(
-        [entry.array for entry in entries],
-        [entry.sink for entry in entries if entry.sink is not None],
-        local(x),
-        Parts(local(inputs.floating), inputs.others),
-    )
-    return x, joins[0](Parts(aux, others))
+def _of_layer(inputs: Parts, own: Parts) -> Parts:
+    """The inputs of a stack as one layer gets them: what all share, and its own."""
+    return Parts(inputs.floating._replace(own=own.floating), inputs.others._replace(own=own.others))
 
 
 def _plain_scan(block, stacked_params, x, broadcast, per_layer, remat, unroll):

@@ -23,50 +23,50 @@ from zerojax.sharding.precision import Precision, cast
 from zerojax.tree import leaf_path
 
 
-class Entry(NamedTuple):
-    """How one parameter enters the computation and its gradient leaves it.
+class Weight(NamedTuple):
+    """One parameter as the engine sees it: at rest, with the way of its gradient.
 
     Attributes:
       path: the leaf's path, for errors.
       array: the leaf at rest.
-      rest: its spec at rest.
+      rest_spec: its spec at rest.
       sink: where its gradient goes, or None if it has none.
-      leave: the spec on which its gradient leaves, or None if it stays local.
+      grad_spec: the spec on which its gradient leaves, or None if it stays local.
       stacked: its first dimension counts layers.
     """
 
     path: str
     array: jax.Array
-    rest: P
+    rest_spec: P
     sink: jax.Array | None
-    leave: P | None
+    grad_spec: P | None
     stacked: bool
 
-    def layer(self) -> Entry:
-        """The entry of one layer of the stack; its array is still the stack's."""
-        leave = None if self.leave is None else P(*self.leave[1:])
-        return self._replace(rest=P(*self.rest[1:]), leave=leave, stacked=False)
+    def layer(self) -> Weight:
+        """The weight of one layer of the stack; its array is still the stack's."""
+        grad_spec = None if self.grad_spec is None else P(*self.grad_spec[1:])
+        return self._replace(rest_spec=P(*self.rest_spec[1:]), grad_spec=grad_spec, stacked=False)
 
 
-class Entrance(NamedTuple):
-    """What turns entries into weights, and gradients into what their sinks receive."""
+class Exchange(NamedTuple):
+    """What devices exchange: shards for whole weights, whole gradients for what sinks receive."""
 
-    place: Manual | Auto
+    partitioner: Manual | Auto
     precision: Precision
 
-    def gather(self, entry: Entry) -> jax.Array:
+    def gather(self, weight: Weight) -> jax.Array:
         """The whole weight in the compute dtype; the cast comes first, for half the bytes."""
-        return self.place.gather(cast(entry.array, self.precision.compute), entry.rest)
+        return self.partitioner.gather(cast(weight.array, self.precision.compute), weight.rest_spec)
 
-    def leave(self, entry: Entry, grad: jax.Array) -> jax.Array:
+    def reduce(self, weight: Weight, grad: jax.Array) -> jax.Array:
         """A whole local gradient as it leaves the backward."""
-        if entry.leave is None:
-            return self.place.local(grad)
-        return self.place.scatter(cast(grad, self.precision.reduce), entry.leave)
+        if weight.grad_spec is None:
+            return self.partitioner.local(grad)
+        return self.partitioner.scatter(cast(grad, self.precision.reduce), weight.grad_spec)
 
-    def attach(self, entry: Entry, whole: jax.Array) -> jax.Array:
+    def attach(self, weight: Weight, whole: jax.Array) -> jax.Array:
         """The whole weight, with its gradient led to the sink."""
-        if entry.sink is None:
+        if weight.sink is None:
             return whole
 
         @jax.custom_vjp
@@ -76,60 +76,59 @@ class Entrance(NamedTuple):
 
         attached.defvjp(
             lambda whole, sink: (whole, None),
-            lambda _, grad: (None, self.leave(entry, grad)),
+            lambda _, grad: (None, self.reduce(weight, grad)),
         )
-        return attached(whole, entry.sink)
+        return attached(whole, weight.sink)
 
 
-class Inside(NamedTuple):
-    """The weights that a loss function was given, and the entries they stand for."""
+class Scope(NamedTuple):
+    """A loss function while it is traced: the arrays it received, and what they stand for."""
 
-    entrance: Entrance
-    entries: dict[int, Entry]  # by the id of the weight that the loss function received
-    weights: list[jax.Array]  # keeps those ids from being used again
+    exchange: Exchange
+    weights: dict[int, Weight]  # by the id of the array that the loss function received
+    received: list[jax.Array]  # keeps those ids from being used again
+
+    def find(self, params: Any, *, stacked: bool) -> list[Weight]:
+        """The weights behind the arrays of a tree; ValueError if one is not the plan's."""
+        found = []
+        for keys, array in jax.tree.leaves_with_path(params):
+            name, shape = leaf_path(keys), jnp.shape(array)
+            weight = self.weights.get(id(array))
+            if weight is None:
+                raise ValueError(
+                    f"params leaf {name!r} {list(shape)} is not one of the arrays that the loss "
+                    "function received. Pass its weights on untouched (they are in the compute "
+                    "dtype already): not from inside a jax.jit, jax.checkpoint, jax.grad or "
+                    "another block of your own, and not through lax.stop_gradient (use "
+                    "make_plan(frozen=...)). What you computed goes through broadcast or per_layer."
+                )
+            if weight.stacked and not stacked:
+                raise ValueError(f"params leaf {name!r} {list(shape)} is stacked; use scan_layers.")
+            if stacked and not weight.stacked:
+                raise ValueError(
+                    f"params leaf {name!r} {list(shape)} is not stacked: name it or a tree above "
+                    f"it in make_plan(layers=...), its path is {weight.path!r}, or use apply_layer."
+                )
+            found.append(weight)
+        return found
 
 
-_current: contextvars.ContextVar[Inside | None] = contextvars.ContextVar("inside", default=None)
+_current: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("scope", default=None)
 
 
-def current() -> Inside | None:
-    """What the loss function being traced was given, or None outside a zerojax step."""
+def current_scope() -> Scope | None:
+    """The scope of the loss function that is being traced, or None outside a zerojax step."""
     return _current.get()
 
 
 @contextlib.contextmanager
-def inside(
-    entrance: Entrance, entries: Sequence[Entry], weights: Sequence[jax.Array]
+def step_scope(
+    exchange: Exchange, weights: Sequence[Weight], received: Sequence[jax.Array]
 ) -> Iterator[None]:
-    """While a loss function is traced: lets the engine recognise the weights it was given."""
-    known = {id(weight): entry for weight, entry in zip(weights, entries, strict=True)}
-    token = _current.set(Inside(entrance, known, list(weights)))
+    """While a loss function is traced: lets the engine recognise the arrays that it received."""
+    known = {id(array): weight for array, weight in zip(received, weights, strict=True)}
+    token = _current.set(Scope(exchange, known, list(received)))
     try:
         yield
     finally:
         _current.reset(token)
-
-
-def recognise(inside: Inside, params: Any, *, stacked: bool) -> list[Entry]:
-    """The entries that stand behind the weights of a tree; ValueError if one is not the plan's."""
-    entries = []
-    for path, weight in jax.tree.leaves_with_path(params):
-        name, shape = leaf_path(path), jnp.shape(weight)
-        entry = inside.entries.get(id(weight))
-        if entry is None:
-            raise ValueError(
-                f"params leaf {name!r} {list(shape)} is not one of the arrays that the loss "
-                "function received. Pass its weights on untouched (they are in the compute dtype "
-                "already): not from inside a jax.jit, jax.checkpoint, jax.grad or another block of "
-                "your own, and not through lax.stop_gradient (use make_plan(frozen=...)). What you "
-                "computed goes through broadcast or per_layer."
-            )
-        if entry.stacked and not stacked:
-            raise ValueError(f"params leaf {name!r} {list(shape)} is stacked; use scan_layers.")
-        if stacked and not entry.stacked:
-            raise ValueError(
-                f"params leaf {name!r} {list(shape)} is not stacked: name it or a tree above it in "
-                f"make_plan(layers=...), its path is {entry.path!r}, or use apply_layer."
-            )
-        entries.append(entry)
-    return entries

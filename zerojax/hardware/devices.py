@@ -61,6 +61,16 @@ def simulate_devices(num_devices: int) -> None:
         )
 
 
+def platform(mesh: Mesh) -> str:
+    """What the devices of a mesh are: "cpu", "gpu" or another of JAX's names.
+
+    >>> platform(jax.make_mesh((1,), ("data",)))
+    'cpu'
+    """
+    name = mesh.devices.flat[0].platform
+    return "gpu" if name == "cuda" else name  # so are called those for the compiler alone
+
+
 def may_have_accelerator() -> bool:
     """Whether JAX could find an accelerator here when it starts; starts nothing."""
     if jax.config.jax_platforms:

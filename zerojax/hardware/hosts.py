@@ -127,7 +127,7 @@ def _say_waiting(address: str | None, num_processes: int | None, timeout: int) -
     )
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """Ends this process; among several at once, for those that wait for it wait in vain.
 
     An ordinary exit first waits minutes for the others, which may be waiting for this process in
@@ -143,7 +143,7 @@ def leave(code: int) -> NoReturn:
 def _leave_after_error() -> None:
     printed = hasattr(sys, "last_exc")  # set where Python has printed an uncaught error
     if printed and jax.distributed.is_initialized():
-        leave(1)
+        exit_process(1)
 
 
 def _number(name: str) -> int | None:

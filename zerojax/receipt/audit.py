@@ -4,125 +4,31 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 
-from zerojax.engine.observer import Stack, open_ledger
-from zerojax.hardware.devices import compile_only, target_of
+from zerojax.engine.observer import StackRecord
+from zerojax.hardware.devices import compile_only, platform, target_of
 from zerojax.hardware.targets import Target
 from zerojax.hardware.targets import target as get_target
 from zerojax.receipt import hlo
-from zerojax.receipt import hlo_collectives as wire
-from zerojax.receipt import timeline as simulate
-from zerojax.receipt.hlo_inputs import STATE_KINDS, read_arguments, shapes
-from zerojax.receipt.memory import MemoryReport, memory_report
+from zerojax.receipt.hlo_collectives import Collective, collectives
+from zerojax.receipt.hlo_inputs import read_inputs, shapes
+from zerojax.receipt.memory import memory_report
 from zerojax.receipt.notes import find_notes
-from zerojax.receipt.peak import Peak, predict_peak
-from zerojax.receipt.report import as_dict, describe
+from zerojax.receipt.peak import predict_peak
+from zerojax.receipt.recorder import record_stacks
+from zerojax.receipt.report import Audit, CompiledPeak
 from zerojax.receipt.rules import Evidence, Finding, find
-from zerojax.receipt.traffic import Expected, Move, expected_bytes, find_moves, sizes_of
+from zerojax.receipt.theory import expected_bytes
+from zerojax.receipt.timeline import replay
+from zerojax.receipt.traffic import Move, find_moves, sizes_of
 from zerojax.receipt.xla_statistics import compile_with_statistics
 from zerojax.sharding.plan import Plan
+from zerojax.sharding.stage import STATE_KINDS
 from zerojax.sharding.state import PyTree, TrainState
 from zerojax.training.step import Step
-
-
-class CompiledPeak(NamedTuple):
-    """Bytes per device while the program runs, as XLA assigned them.
-
-    Attributes:
-      arguments: the state and the batch.
-      outputs: results; of them `aliased` take over memory of arguments.
-      temporary: everything in between: gathered weights, gradients, activations.
-      total: the most at any time. On CPU, where XLA does not say, the sum of all.
-    """
-
-    arguments: int
-    outputs: int
-    aliased: int
-    temporary: int
-    total: int
-
-    @property
-    def allocated(self) -> int:
-        """What the program is given to run in; more than `total` by gaps between arrays."""
-        return self.arguments + self.outputs - self.aliased + self.temporary
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Audit:
-    """What a compiled step stores, moves and waits for. Made by `audit`.
-
-    Attributes:
-      plan: what was wanted.
-      microbatches: slices of each device's rows.
-      target: the hardware, with its rates.
-      rest: bytes at rest by formula, plan and (of a state that exists) as measured.
-      compiled_rest: bytes of the state among the program's arguments, by kind.
-      peak: bytes while it runs.
-      predicted: the same from the trace of the step, by what they are (`predict_peak`).
-      moves: every array of every collective.
-      expected: bytes on the wire in theory, by part and for layers gathered ahead.
-      timeline: the schedule replayed, on a target with rates.
-      findings: what is wrong.
-      notes: what the reader should know, and what could not be read.
-      xla_exposed: XLA's own estimate of exposed communication, seconds, if it was asked for.
-
-    Example:
-      >>> import jax.numpy as jnp, optax, zerojax as zj
-      >>> init = lambda key: {"w": jnp.zeros((256, 256))}
-      >>> loss_fn = lambda params, batch, key: (jnp.sum((batch @ params["w"]) ** 2), batch.size)
-      >>> plan = zj.make_plan(init, optax.adam(1e-3), zj.make_mesh(8), stage=3)
-      >>> step = zj.make_train_step(loss_fn, plan)
-      >>> receipt = zj.audit(step, plan.abstract_state, jnp.zeros((16, 256))).check()
-      >>> receipt.expected.total, receipt.compiled_rest["params"]  # 2 x 7/8 of w; 1/8 of it
-      (458752.0, 32768)
-    """
-
-    plan: Plan
-    microbatches: int
-    target: Target
-    rest: MemoryReport
-    compiled_rest: dict[str, int]
-    peak: CompiledPeak
-    moves: tuple[Move, ...]
-    expected: Expected
-    timeline: simulate.Timeline | None
-    findings: tuple[Finding, ...]
-    notes: tuple[str, ...]
-    xla_exposed: float | None = None
-    predicted: Peak | None = None
-
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes that each device sends per step."""
-        return sum(move.wire_bytes for move in self.moves)
-
-    @property
-    def ratio(self) -> float:
-        """Bytes on the wire to theory; 1.0 where theory moves nothing.
-
-        Scalars, what the optimizer itself exchanges, and layers gathered ahead do not count.
-        """
-        expected = self.expected.total
-        return self.expected.moved(self.moves) / expected if expected else 1.0
-
-    def check(self) -> Audit:
-        """Returns itself; raises ValueError that lists the findings if there are any."""
-        if self.findings:
-            listed = "\n".join(f"  {f.name}: {f.what}. {f.remedy}" for f in self.findings)
-            raise ValueError(f"the compiled step has {len(self.findings)} findings:\n{listed}")
-        return self
-
-    def to_json(self) -> str:
-        """All figures as JSON; bytes per device, seconds."""
-        return json.dumps(as_dict(self), indent=1)
-
-    def __str__(self) -> str:
-        return describe(self)
 
 
 def audit(
@@ -180,7 +86,7 @@ def audit(
         predicted = predict_peak(step.loss_fn, step.plan, rows, microbatches=slices)
         stacks = predicted.stacks
     else:
-        with open_ledger() as ran:
+        with record_stacks() as ran:
             jax.eval_shape(lambda *args: step.fn(*args), abstract, rows)
         stacks = tuple(ran)
     is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
@@ -207,7 +113,7 @@ def audit_compiled(
     state: TrainState | None = None,
     target: str | Target | None = None,
     larger: jax.stages.Compiled | None = None,
-    stacks: Sequence[Stack] | None = None,
+    stacks: Sequence[StackRecord] | None = None,
     training: bool = True,
 ) -> Audit:
     """Reads any compiled training step, held against a plan of what it should do.
@@ -247,17 +153,17 @@ def audit_compiled(
     """
     program = hlo.parse(_text(compiled))
     hardware = hardware_of(plan, target)
-    arguments = read_arguments(compiled, program, batch)
-    moves = find_moves(plan, wire.collectives(program), sizes_of(plan, batch, microbatches))
+    inputs = read_inputs(compiled, program, batch)
+    moves = find_moves(plan, collectives(program), sizes_of(plan, batch, microbatches))
     expected = expected_bytes(plan, microbatches, stacks, training=training)
-    evidence = Evidence(plan, program, moves, expected, arguments, microbatches, stacks or ())
-    rest: dict[str, int] = dict.fromkeys(STATE_KINDS, 0) if arguments else {}
-    for argument in arguments:
-        if argument.kind in rest:
-            rest[argument.kind] += argument.local.num_bytes
+    evidence = Evidence(plan, program, moves, expected, inputs, microbatches, stacks or ())
+    rest: dict[str, int] = dict.fromkeys(STATE_KINDS, 0) if inputs else {}
+    for x in inputs:
+        if x.kind in rest:
+            rest[x.kind] += x.local.num_bytes
     findings = find(evidence)
     if larger is not None:
-        findings += _growth(moves, wire.collectives(hlo.parse(_text(larger))))
+        findings += _growth(moves, collectives(hlo.parse(_text(larger))))
     return Audit(
         plan=plan,
         microbatches=microbatches,
@@ -267,7 +173,7 @@ def audit_compiled(
         peak=_peak(compiled, evidence.on_cpu),
         moves=tuple(moves),
         expected=expected,
-        timeline=None if hardware.gpu is None else simulate.simulate(program, hardware),
+        timeline=None if hardware.gpu is None else replay(program, hardware),
         findings=tuple(findings),
         notes=tuple(find_notes(evidence)),
     )
@@ -277,18 +183,22 @@ def hardware_of(plan: Plan, target: str | Target | None) -> Target:
     """The target of the plan's mesh, with the rates of the one given."""
     if target is None:
         return target_of(plan.mesh)
-    given, first = get_target(target), plan.mesh.devices.flat[0]
-    if first.platform != "cpu" and not compile_only(plan.mesh):
+    given = get_target(target)
+    if platform(plan.mesh) != "cpu" and not compile_only(plan.mesh):
         return given  # real GPUs, perhaps of a kind that has no rates here
     own = target_of(plan.mesh)
-    shapes = [(x.gpu and x.gpu.name, x.hosts, x.gpus_per_host) for x in (own, given)]
-    if shapes[0] != shapes[1]:
+    if _hardware(own) != _hardware(given):
         raise ValueError(
             f"target is {given.name!r}, but the plan's mesh is of {own.name!r}, for which the "
             "program was compiled; a target changes rates only. Make the plan on "
             f"zerojax.make_mesh(target={given.name!r})."
         )
     return given
+
+
+def _hardware(target: Target) -> tuple[str | None, int, int]:
+    """What a target is, whatever its rates."""
+    return target.gpu and target.gpu.name, target.hosts, target.gpus_per_host
 
 
 def _text(compiled: jax.stages.Compiled) -> str:
@@ -312,7 +222,7 @@ def _peak(compiled: jax.stages.Compiled, on_cpu: bool) -> CompiledPeak:
     return peak._replace(total=peak.allocated) if on_cpu else peak
 
 
-def _growth(moves: Sequence[Move], larger: Sequence[wire.Collective]) -> list[Finding]:
+def _growth(moves: Sequence[Move], larger: Sequence[Collective]) -> list[Finding]:
     """Traffic that grows with the rows, scalars aside."""
     before = sum(m.wire_bytes for m in moves)
     after = sum(c.wire_bytes * c.times for c in larger)

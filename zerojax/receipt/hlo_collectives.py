@@ -80,7 +80,7 @@ def collectives(program: Program) -> tuple[Collective, ...]:
     for visit in program.walk():
         reached.add(visit.computation.name)
         if visit.instruction.opcode.removesuffix("-start") in KINDS:
-            found.append(read(program, visit))
+            found.append(read_collective(program, visit))
     for name, computation in program.computations.items():
         for x in computation.instructions.values():
             kind = x.opcode.removesuffix("-start")
@@ -89,7 +89,7 @@ def collectives(program: Program) -> tuple[Collective, ...]:
     return tuple(found)
 
 
-def read(program: Program, visit: Visit) -> Collective:
+def read_collective(program: Program, visit: Visit) -> Collective:
     """The collective that a visited instruction starts."""
     x = visit.instruction
     arrays = tuple(

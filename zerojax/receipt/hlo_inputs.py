@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of a compiled step: which leaf each is, whole and on one device."""
+"""The inputs of a compiled program: which leaf each is, whole and on one device."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.receipt.hlo import Array, Program
+from zerojax.sharding.stage import STATE_KINDS
 from zerojax.sharding.state import PyTree, TrainState
 
-STATE_KINDS: tuple[str, ...] = ("params", "master", "opt_state")
 
-
-class Argument(NamedTuple):
+class Input(NamedTuple):
     """An input of the compiled program.
 
     Attributes:
@@ -37,9 +36,9 @@ def shapes(batch: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), batch)
 
 
-def read_arguments(
+def read_inputs(
     compiled: jax.stages.Compiled, program: Program, batch: PyTree
-) -> tuple[Argument, ...]:
+) -> tuple[Input, ...]:
     """Every input: its path and kind, whole and on one device."""
     if compiled.args_info[1]:
         names = ", ".join(compiled.args_info[1])
@@ -62,7 +61,7 @@ def read_arguments(
         whole = local if is_key else Array(local.dtype, tuple(info.shape))
         kind = _kind(path, last, (info.shape, info.dtype) in rows)
         name = jax.tree_util.keystr(path[1:])
-        found.append(Argument(name, kind, whole, local, x.parameter not in program.aliased))
+        found.append(Input(name, kind, whole, local, x.parameter not in program.aliased))
     return tuple(found)
 
 

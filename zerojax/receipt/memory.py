@@ -9,15 +9,9 @@ from typing import NamedTuple
 import jax
 
 from zerojax.sharding.plan import Plan
+from zerojax.sharding.stage import KINDS, STATE_KINDS
 from zerojax.sharding.state import PyTree, TrainState
 from zerojax.table import format_bytes, format_table
-
-KINDS = {
-    "params": "splits_params",
-    "grads": "splits_grads",
-    "master": "splits_opt_state",
-    "opt_state": "splits_opt_state",
-}
 
 
 class MemoryRow(NamedTuple):
@@ -25,7 +19,7 @@ class MemoryRow(NamedTuple):
 
     Attributes:
       kind: "params", "grads", "master" or "opt_state".
-      formula: all its bytes, divided by the number of devices if the stage splits it.
+      formula: all its bytes, divided by the number of shards if the stage splits it.
       planned: the bytes of its shards under the plan, with what could not be split whole.
       live: the largest sum over one device of the shards that exist, or None for gradients, which
         do not outlive a step.
@@ -72,17 +66,16 @@ def memory_report(plan: Plan, state: TrainState | None = None) -> MemoryReport:
       opt_state         1.02 kB  1.03 kB  1.03 kB
     """
     rows = []
-    for kind, flag in KINDS.items():
-        leaves = getattr(plan, kind)
+    for kind in KINDS:
+        leaves = plan.leaves(kind)
         if not leaves:
             continue
-        shards = plan.num_devices if getattr(plan.stage, flag) else 1
+        shards = plan.num_shards if plan.stage.splits(kind) else 1
         formula = sum(leaf.num_bytes for leaf in leaves) / shards
-        planned = sum(map(plan.bytes_per_device, leaves))
         live = None
-        if state is not None and kind != "grads":
+        if state is not None and kind in STATE_KINDS:
             live = live_bytes(getattr(state, kind))
-        rows.append(MemoryRow(kind, formula, planned, live))
+        rows.append(MemoryRow(kind, formula, plan.rest_bytes(kind), live))
     return MemoryReport(rows)
 
 

@@ -40,11 +40,11 @@ def _unstacked(e: Evidence) -> list[str]:
     """At stage 3, parameters that are whole all through the step."""
     paths = {path for stack in e.stacks for path in stack.paths}
     root = [x for x in e.plan.params if not x.stacked and x.path not in paths]
-    sizes = [sum(leaf.num_bytes for leaf in leaves) for leaves in (root, e.plan.params)]
-    if not e.plan.stage.splits_params or sizes[0] <= 0.5 * sizes[1] or e.plan.num_devices == 1:
+    held, total = (sum(leaf.num_bytes for leaf in leaves) for leaves in (root, e.plan.params))
+    if not e.plan.stage.splits_params or held <= 0.5 * total or e.plan.num_shards == 1:
         return []
     return [
-        f"{format_bytes(sizes[0])} of {format_bytes(sizes[1])} of parameters are gathered where "
+        f"{format_bytes(held)} of {format_bytes(total)} of parameters are gathered where "
         "the step enters, and whole all through it: run layers through scan_layers (and name "
         "their stack in make_plan(layers=...)) or apply_layer"
     ]

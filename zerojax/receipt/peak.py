@@ -2,8 +2,8 @@
 """How many bytes a device holds at the fullest moment of a step, without compiling it.
 
 What rests is in the plan. What a step adds is read from its trace: which arrays are held where by
-`zerojax.liveness`, and the layer engine's part by its own numbers. The rows are those of the
-fullest moment, which is usually the backward of a layer.
+`liveness.py`, and the layer engine's part by its own numbers. The rows are those of the fullest
+moment, which is usually the backward of a layer.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zerojax.engine import observer as ledger
-from zerojax.engine.observer import Stack
+from zerojax.engine.observer import StackRecord
 from zerojax.receipt.jaxpr import (
     LEAVES,
     Op,
@@ -30,9 +29,10 @@ from zerojax.receipt.jaxpr import (
     source,
 )
 from zerojax.receipt.liveness import Held, in_place, peak, profile
+from zerojax.receipt.recorder import NAME, record_stacks
 from zerojax.sharding.collectives import Manual
-from zerojax.sharding.mesh import DATA
 from zerojax.sharding.plan import Plan
+from zerojax.sharding.stage import STATE_KINDS
 from zerojax.table import format_bytes, format_table
 from zerojax.training.gradients import make_gradients
 from zerojax.training.loss import LossFn
@@ -64,7 +64,7 @@ class Peak(NamedTuple):
 
     moment: str
     rows: dict[str, int]
-    stacks: tuple[Stack, ...] = ()
+    stacks: tuple[StackRecord, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -102,40 +102,37 @@ def predict_peak(loss_fn: LossFn, plan: Plan, batch: Any, *, microbatches: int =
       (1028, 4096)
     """
     # The other partitioner holds the same on each device, but its trace is of global arrays.
-    manual = dataclasses.replace(plan, partitioner=Manual(plan.mesh, DATA))
-    with ledger.open_ledger() as stacks:
+    manual = dataclasses.replace(plan, partitioner=Manual(plan.mesh))
+    with record_stacks() as stacks:
         gradients = make_gradients(loss_fn, manual, microbatches)
         jaxpr = jax.make_jaxpr(gradients)(plan.abstract_state, batch).jaxpr
     (mapped,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map")
-    trace = flatten(mapped.params["jaxpr"], ledger.NAME)
-    rest = {
-        kind: sum(map(plan.bytes_per_device, getattr(plan, kind)))
-        for kind in ("params", "master", "opt_state")
-    }
+    trace = flatten(mapped.params["jaxpr"], NAME)
+    rest = {kind: plan.rest_bytes(kind) for kind in STATE_KINDS}
     rows = jax.tree.leaves(batch)
-    rest["batch"] = sum(array_bytes(jax.typeof(x)) for x in rows) // plan.num_devices
+    rest["batch"] = sum(array_bytes(jax.typeof(x)) for x in rows) // plan.num_batch_shards
     params = trace.inputs[: len(plan.params)]
     moments = list(_moments(trace, stacks, params, bool(plan.master)))
     if plan.stage.splits_opt_state and not plan.stage.splits_params:
         # New parameters: as shards, and the largest as gathered, before they are laid out as at
         # rest. With a master copy the old ones are read no more, and it soon takes their place.
         sizes = [leaf.num_bytes for leaf in plan.params]
-        sums = sum(leaf.num_bytes for leaf in plan.grads) // plan.num_devices
+        sums = sum(leaf.num_bytes for leaf in plan.grads) // plan.num_shards
         count = 1 if plan.master else sizes.count(max(sizes))
-        more = sum(sizes) // plan.num_devices + count * max(sizes)
+        more = sum(sizes) // plan.num_shards + count * max(sizes)
         moments.append(("the optimizer", {"gradients": sums, "outside": more}))
     moment, parts = max(moments, key=lambda item: sum(item[1].values()))
     if (reused := parts.get("outside", 0)) < 0:  # in the place of an array of another kind
         largest = max(parts, key=lambda kind: parts[kind])
         parts |= {"outside": 0, largest: parts[largest] + reused}
     # With microbatches the loss function is traced once more for shapes, outside this trace.
-    used = {int(number) for number in re.findall(rf"{ledger.NAME}(\d+)_forward", str(jaxpr))}
+    used = {int(number) for number in re.findall(rf"{NAME}(\d+)_forward", str(jaxpr))}
     ran = tuple(stack for number, stack in enumerate(stacks) if number in used)
     return Peak(moment, {kind: {**rest, **parts}.get(kind, 0) for kind in WHAT}, ran)
 
 
 def _moments(
-    trace: Trace, stacks: list[Stack], params: Sequence[Value] = (), has_master: bool = False
+    trace: Trace, stacks: list[StackRecord], params: Sequence[Value] = (), has_master: bool = False
 ) -> Iterator[tuple[str, dict[str, int]]]:
     """For each step of the trace, what runs and the bytes of each kind."""
     leaving, known = _leaving(trace), set(map(id, params))
@@ -150,12 +147,12 @@ def _moments(
                 continue
             parts[_kind(value, stacks, known, leaving)] += value.num_bytes
         op = held.op
-        if op.name.startswith(ledger.NAME):
-            number, way = op.name.removeprefix(ledger.NAME).split("_")
+        if op.name.startswith(NAME):
+            number, way = op.name.removeprefix(NAME).split("_")
             parts += _inside(op, stacks[int(number)], way)
             yield f"the {way} of a layer", dict(parts)
         elif op.name == "scan" and _has_stack(op):
-            inner = scan_body(op, ledger.NAME)
+            inner = scan_body(op, NAME)
             parts["outside"] -= held.reused  # the zeros that sums start from
             for moment, more in _moments(inner, stacks):
                 yield moment, dict(parts + collections.Counter(more))
@@ -168,13 +165,13 @@ def _moment(held: Held) -> str:
     return f"{held.op.name}, outside the layers"
 
 
-def _kind(value: Value, stacks: list[Stack], params: set[int], leaving: set[int]) -> str:
+def _kind(value: Value, stacks: list[StackRecord], params: set[int], leaving: set[int]) -> str:
     """Which row of the table an array of the trace belongs to."""
     op = value.op
     if op is None:
         return "outside"
-    if op.name.startswith(ledger.NAME):
-        number, way = op.name.removeprefix(ledger.NAME).split("_")
+    if op.name.startswith(NAME):
+        number, way = op.name.removeprefix(NAME).split("_")
         if way == "forward":
             return "activations"
         first = op.outputs[: stacks[int(number)].num_grads]
@@ -202,10 +199,10 @@ def _leaving(trace: Trace) -> set[int]:
 
 
 def _has_stack(op: Op) -> bool:
-    return any(x.name.startswith(ledger.NAME) for x in scan_body(op, ledger.NAME).ops)
+    return any(x.name.startswith(NAME) for x in scan_body(op, NAME).ops)
 
 
-def _inside(op: Op, stack: Stack, way: str) -> collections.Counter:
+def _inside(op: Op, stack: StackRecord, way: str) -> collections.Counter:
     """What the engine holds while it runs a layer, besides what goes into and out of the stack."""
     body = flatten(op.params["jaxpr"].jaxpr)
     weights = set(map(id, body.inputs[: stack.num_weights]))

@@ -9,13 +9,15 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-import zerojax as zj
 from zerojax.hardware.targets import Target
+from zerojax.hardware.targets import target as get_target
+from zerojax.receipt.audit import audit_compiled
 from zerojax.receipt.peak import Peak, predict_peak
-from zerojax.receipt.traffic import expected_bytes
+from zerojax.receipt.theory import bytes_per_param, expected_bytes
+from zerojax.sharding.plan import Plan
 from zerojax.table import format_bytes, format_table
+from zerojax.training.step import make_train_step
 
 RESERVE = 0.06  # of a GPU's memory, for the CUDA context, NCCL's buffers and fragmentation
 
@@ -34,32 +36,10 @@ class Case:
     remat: str | None
     prefetch: int | None
     loss_fn: Any
-    plan: zj.Plan
+    plan: Plan
     batch: Any
     microbatches: int
     model_flops: float | None
-
-    @property
-    def rest_bytes(self) -> int:
-        """Bytes of the state at rest on each GPU."""
-        plan = self.plan
-        leaves = (*plan.params, *plan.master, *plan.opt_state)
-        return sum(map(plan.bytes_per_device, leaves))
-
-    @property
-    def passes(self) -> tuple[float, float]:
-        """Bytes per parameter and step that gathers and scatters put on the wire, in theory.
-
-        `Stage.traffic` in the dtypes of the plan: layers are gathered in the compute dtype, new
-        parameters in that of rest; the second half of an all-reduce has the dtype of the first.
-        """
-        plan = self.plan
-        params, reduce, _ = plan.precision.bytes_per_param()
-        compute = jnp.dtype(plan.precision.compute).itemsize
-        gathered = (reduce, params, params, compute)[plan.stage.number]
-        scatters = self.microbatches if plan.stage.splits_grads else 1
-        gathers = plan.stage.traffic(self.microbatches) - scatters
-        return gathers * gathered, scatters * reduce
 
     def rough_seconds(self, target: Target) -> float:
         """A step of nothing but matmuls and traffic, to rank cases by; it is not shown.
@@ -70,7 +50,7 @@ class Case:
         assert target.gpu is not None
         flops = (self.model_flops or 0.0) * (4 / 3 if self.remat == "full" else 1)
         compute = flops / (target.gpu.matmul_flops * target.matmul_efficiency)
-        gathers, scatters = self.passes
+        gathers, scatters = bytes_per_param(self.plan, self.microbatches)
         late = (gathers + scatters, gathers + scatters, gathers, 0)[self.stage]
         if self.stage == 0 and self.microbatches == 1:
             late = 0
@@ -128,7 +108,7 @@ class Row:
             "stage": case.stage,
             "remat": case.remat,
             "prefetch": case.prefetch,
-            "rest_bytes": case.rest_bytes,
+            "rest_bytes": case.plan.rest_bytes(),
             "predicted_peak_bytes": self.peak.num_bytes,
             "predicted_rows": self.peak.rows,
             "theory_wire_bytes": self.theory_bytes,
@@ -140,7 +120,7 @@ class Row:
 def find_target(name: str, options: Any) -> Target:
     """The GPUs of that name, at the bandwidths that the options ask for, in GB/s."""
     rates = {rate: getattr(options, rate) for rate in ("link_bandwidth", "network_bandwidth")}
-    return zj.target(name, **{rate: x * 1e9 for rate, x in rates.items() if x is not None})
+    return get_target(name, **{rate: x * 1e9 for rate, x in rates.items() if x is not None})
 
 
 def predict(case: Case) -> Row:
@@ -153,9 +133,9 @@ def compile_row(row: Row, target: Target) -> Compiled:
     """Compiles the case of a row for its GPUs and reads the program."""
     case = row.case
     assert target.gpu is not None
-    step = zj.make_train_step(case.loss_fn, case.plan, microbatches=case.microbatches)
+    step = make_train_step(case.loss_fn, case.plan, microbatches=case.microbatches)
     compiled = step.lower(case.plan.abstract_state, case.batch).compile()
-    receipt = zj.audit_compiled(
+    receipt = audit_compiled(
         compiled,
         case.plan,
         case.batch,
@@ -184,7 +164,7 @@ def global_batch(rows: Any, num_gpus: int) -> Any:
     )
 
 
-def num_params(plan: zj.Plan) -> int:
+def num_params(plan: Plan) -> int:
     """Parameters of a plan."""
     return sum(math.prod(leaf.array.shape) for leaf in plan.params)
 
@@ -224,7 +204,7 @@ def show(rows: list[Row], usable: float) -> str:
         case, made = row.case, row.compiled
         cells = [str(case.stage), case.remat or "own"]
         cells += ["-" if case.prefetch is None else str(case.prefetch)]
-        cells += [format_bytes(case.rest_bytes), format_bytes(row.peak.num_bytes)]
+        cells += [format_bytes(case.plan.rest_bytes()), format_bytes(row.peak.num_bytes)]
         fits = "yes" if row.fits(usable) else "no"
         if made is None:
             theory = format_bytes(row.theory_bytes)

@@ -1,24 +1,125 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a receipt is printed, compared and drawn."""
+"""The receipt itself: its figures, printed, as JSON, and several side by side."""
 
 from __future__ import annotations
 
 import collections
-import os
+import dataclasses
+import json
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from zerojax.receipt.peak import WHAT
-from zerojax.receipt.traffic import PARTS, by_part
+from zerojax.hardware.targets import Target
+from zerojax.receipt.memory import MemoryReport
+from zerojax.receipt.peak import WHAT, Peak
+from zerojax.receipt.rules import Finding
+from zerojax.receipt.theory import Expected
+from zerojax.receipt.timeline import Timeline
+from zerojax.receipt.traffic import PARTS, Move, by_part
+from zerojax.sharding.plan import Plan
+from zerojax.sharding.stage import STATE_KINDS
 from zerojax.table import format_bytes, format_table
 
-WIDTH = 100
-BAR_COLORS = {"params": "#08519c", "master": "#3182bd", "opt_state": "#6baed6"}
-BAR_COLORS |= {"temporary": "#d9d9d9"}
+WIDTH = 100  # columns
 
 
-def describe(receipt: Any) -> str:
+class CompiledPeak(NamedTuple):
+    """Bytes per device while the program runs, as XLA assigned them.
+
+    Attributes:
+      arguments: the state and the batch.
+      outputs: results; of them `aliased` take over memory of arguments.
+      temporary: everything in between: gathered weights, gradients, activations.
+      total: the most at any time. On CPU, where XLA does not say, the sum of all.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporary: int
+    total: int
+
+    @property
+    def allocated(self) -> int:
+        """What the program is given to run in; more than `total` by gaps between arrays."""
+        return self.arguments + self.outputs - self.aliased + self.temporary
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Audit:
+    """What a compiled step stores, moves and waits for. Made by `audit`.
+
+    Attributes:
+      plan: what was wanted.
+      microbatches: slices of each device's rows.
+      target: the hardware, with its rates.
+      rest: bytes at rest by formula, plan and (of a state that exists) as measured.
+      compiled_rest: bytes of the state among the program's arguments, by kind.
+      peak: bytes while it runs.
+      predicted: the same from the trace of the step, by what they are (`predict_peak`).
+      moves: every array of every collective.
+      expected: bytes on the wire in theory, by part and for layers gathered ahead.
+      timeline: the schedule replayed, on a target with rates.
+      findings: what is wrong.
+      notes: what the reader should know, and what could not be read.
+      xla_exposed: XLA's own estimate of exposed communication, seconds, if it was asked for.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, zerojax as zj
+      >>> init = lambda key: {"w": jnp.zeros((256, 256))}
+      >>> loss_fn = lambda params, batch, key: (jnp.sum((batch @ params["w"]) ** 2), batch.size)
+      >>> plan = zj.make_plan(init, optax.adam(1e-3), zj.make_mesh(8), stage=3)
+      >>> step = zj.make_train_step(loss_fn, plan)
+      >>> receipt = zj.audit(step, plan.abstract_state, jnp.zeros((16, 256))).check()
+      >>> receipt.expected.total, receipt.compiled_rest["params"]  # 2 x 7/8 of w; 1/8 of it
+      (458752.0, 32768)
+    """
+
+    plan: Plan
+    microbatches: int
+    target: Target
+    rest: MemoryReport
+    compiled_rest: dict[str, int]
+    peak: CompiledPeak
+    moves: tuple[Move, ...]
+    expected: Expected
+    timeline: Timeline | None
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    xla_exposed: float | None = None
+    predicted: Peak | None = None
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends per step."""
+        return sum(move.wire_bytes for move in self.moves)
+
+    @property
+    def ratio(self) -> float:
+        """Bytes on the wire to theory; 1.0 where theory moves nothing.
+
+        Scalars, what the optimizer itself exchanges, and layers gathered ahead do not count.
+        """
+        expected = self.expected.total
+        return self.expected.moved(self.moves) / expected if expected else 1.0
+
+    def check(self) -> Audit:
+        """Returns itself; raises ValueError that lists the findings if there are any."""
+        if self.findings:
+            listed = "\n".join(f"  {f.name}: {f.what}. {f.remedy}" for f in self.findings)
+            raise ValueError(f"the compiled step has {len(self.findings)} findings:\n{listed}")
+        return self
+
+    def to_json(self) -> str:
+        """All figures as JSON; bytes per device, seconds."""
+        return json.dumps(as_dict(self), indent=1)
+
+    def __str__(self) -> str:
+        return describe(self)
+
+
+def describe(receipt: Audit) -> str:
     """The text of an Audit, in at most 100 columns."""
     blocks = [
         _headline(receipt),
@@ -31,7 +132,7 @@ def describe(receipt: Any) -> str:
     return "\n\n".join(block for block in blocks if block)
 
 
-def compare(receipts: Sequence[Any], names: Sequence[str] | None = None) -> str:
+def compare(receipts: Sequence[Audit], names: Sequence[str] | None = None) -> str:
     """A table of several Audits, one row each.
 
     Args:
@@ -68,8 +169,8 @@ def compare(receipts: Sequence[Any], names: Sequence[str] | None = None) -> str:
         line = receipt.timeline
         rows.append(
             [
-                names[i] if names else _name(receipt.plan),
-                format_bytes(sum(row.planned for row in receipt.rest if row.kind != "grads")),
+                names[i] if names else name_of(receipt.plan),
+                format_bytes(sum(row.planned for row in receipt.rest if row.kind in STATE_KINDS)),
                 format_bytes(receipt.peak.total),
                 format_bytes(receipt.wire_bytes),
                 f"{receipt.ratio:.2f}",
@@ -82,7 +183,7 @@ def compare(receipts: Sequence[Any], names: Sequence[str] | None = None) -> str:
     return format_table(header, rows, right=range(1, 8))
 
 
-def as_dict(receipt: Any) -> dict[str, Any]:
+def as_dict(receipt: Audit) -> dict[str, Any]:
     """What `to_json` writes."""
     line = receipt.timeline
     return {
@@ -118,56 +219,19 @@ def as_dict(receipt: Any) -> dict[str, Any]:
     }
 
 
-def draw(receipts: Sequence[Any], path: str | os.PathLike[str]) -> None:
-    """Draws Audits into a picture file: bytes on each device, and the streams of the last one.
-
-    Args:
-      receipts: Audits, one bar each.
-      path: of the picture; its suffix says the format, such as `.png`.
-
-    Raises:
-      ValueError: there are no receipts.
-      ImportError: matplotlib is not installed (`pip install matplotlib`).
-
-    Example:
-      >>> import jax.numpy as jnp, matplotlib.image, optax, tempfile, zerojax as zj
-      >>> init = lambda key: {"w": jnp.zeros((256, 256))}
-      >>> loss_fn = lambda params, batch, key: (jnp.sum((batch @ params["w"]) ** 2), batch.size)
-      >>> plan = zj.make_plan(init, optax.adam(1e-3), zj.make_mesh(8), stage=3)
-      >>> step = zj.make_train_step(loss_fn, plan)
-      >>> path = f"{tempfile.mkdtemp()}/receipt.png"
-      >>> draw([zj.audit(step, plan.abstract_state, jnp.zeros((16, 256)))], path)
-      >>> matplotlib.image.imread(path).shape  # pixels, and four channels
-      (192, 1200, 4)
-    """
-    if not receipts:
-        raise ValueError("draw: no receipts; pass at least one Audit.")
-    from matplotlib.figure import Figure  # an extra: only pictures need it
-
-    line = receipts[-1].timeline
-    height = 1.2 + 0.4 * len(receipts)
-    height += 0 if line is None else 5
-    figure = Figure(figsize=(10, height), layout="constrained", dpi=120)
-    axes = figure.subplots(1 if line is None else 3, 1, squeeze=False)[:, 0]
-    _draw_bytes(axes[0], receipts)
-    if line is not None:
-        _draw_streams(axes[1], receipts[-1], 0.0, 1.0)
-        _draw_streams(axes[2], receipts[-1], 0.60, 0.66)
-    figure.savefig(path)
-
-
-def _name(plan: Any) -> str:
+def name_of(plan: Plan) -> str:
+    """What a plan is called beside others: its stage and partitioner."""
     return f"stage {plan.stage.number}, {type(plan.partitioner).__name__.lower()}"
 
 
-def _headline(receipt: Any) -> str:
+def _headline(receipt: Audit) -> str:
     plan = receipt.plan
     slices = f", {receipt.microbatches} microbatches" if receipt.microbatches > 1 else ""
     where = f"{plan.num_devices} devices ({receipt.target.name})"
-    return f"receipt: {_name(plan)}, {where}{slices}; GB = 1e9 bytes, each device's own"
+    return f"receipt: {name_of(plan)}, {where}{slices}; GB = 1e9 bytes, each device's own"
 
 
-def _rest(receipt: Any) -> str:
+def _rest(receipt: Audit) -> str:
     rows = []
     for row in receipt.rest:
         compiled = receipt.compiled_rest.get(row.kind)
@@ -177,10 +241,10 @@ def _rest(receipt: Any) -> str:
     return format_table(header, rows, right=[1, 2, 3, 4])
 
 
-def _peak(receipt: Any) -> str:
+def _peak(receipt: Audit) -> str:
     peak, gpu = receipt.peak, receipt.target.gpu
     predicted = dict(receipt.predicted.rows) if receipt.predicted else {}
-    rest = sum(predicted.pop(kind, 0) for kind in ("params", "master", "opt_state", "batch"))
+    rest = sum(predicted.pop(kind, 0) for kind in (*STATE_KINDS, "batch"))
     more = sum(predicted.values())
     moment = f"in {receipt.predicted.moment}" if receipt.predicted else ""
     sums = [
@@ -200,7 +264,7 @@ def _peak(receipt: Any) -> str:
     return format_table(["2. at peak", "predicted", "compiled", ""], rows, right=[1, 2])
 
 
-def _moved(receipt: Any) -> str:
+def _moved(receipt: Audit) -> str:
     groups = collections.defaultdict(list)
     for move in receipt.moves:
         where = "in loops" if move.collective.loops else "outside"
@@ -232,9 +296,9 @@ def _moved(receipt: Any) -> str:
     return f"{format_table(header, rows, right=[4, 6])}\n{total}"
 
 
-def _time(receipt: Any) -> str:
+def _time(receipt: Audit) -> str:
     line, target = receipt.timeline, receipt.target
-    if line is None:
+    if line is None or target.gpu is None:
         return "4. time: not predicted for simulated devices; compile for GPUs to see it"
     rows = [
         ["compute", f"{line.total('compute') * 1e3:.1f} ms"],
@@ -258,7 +322,7 @@ def _time(receipt: Any) -> str:
     return table + "\n" + _wrap(rates, "")
 
 
-def _findings(receipt: Any) -> str:
+def _findings(receipt: Audit) -> str:
     lines = ["5. findings: none"] if not receipt.findings else ["5. findings"]
     for finding in receipt.findings:
         lines.append(_wrap(f"{finding.name}: {finding.what}. {finding.remedy}", "  "))
@@ -268,51 +332,3 @@ def _findings(receipt: Any) -> str:
 
 def _wrap(text: str, indent: str) -> str:
     return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")
-
-
-def _draw_bytes(axes: Any, receipts: Sequence[Any]) -> None:
-    """One bar for each receipt: what rests, and what comes on top of it."""
-    labels = [_name(receipt.plan) for receipt in receipts]
-    left = [0.0] * len(receipts)
-    for kind in ("params", "master", "opt_state", "temporary"):
-        sizes = [
-            receipt.peak.temporary if kind == "temporary" else receipt.compiled_rest.get(kind, 0)
-            for receipt in receipts
-        ]
-        name = "gathered weights, gradients, activations" if kind == "temporary" else kind
-        if any(sizes):
-            widths = [size / 1e9 for size in sizes]
-            color = BAR_COLORS[kind]
-            axes.barh(range(len(labels)), widths, left=left, label=name, height=0.7, color=color)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(labels)), labels)
-    axes.invert_yaxis()
-    axes.set_xlabel("GB on each device at the fullest moment (GB = 1e9 bytes)")
-    axes.set_xlim(0, 1.02 * max(left) if max(left) else 1)
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False, fontsize=9)
-
-
-def _draw_streams(axes: Any, receipt: Any, first: float, last: float) -> None:
-    """The two streams from one share of the step to another; what is exposed on its own line."""
-    lanes = {"compute": 0, "link": 1, "wait": 2}
-    colors = {"matmul": "C0", "attention": "C1", "other": "C7", "all-gather": "C2"}
-    colors |= {"reduce-scatter": "C4", "all-reduce": "C3"}
-    bars = collections.defaultdict(list)
-    for event in receipt.timeline.events:
-        bars[event.stream, event.kind].append((event.start * 1e3, (event.end - event.start) * 1e3))
-    named = set()
-    for (stream, kind), spans in sorted(bars.items(), key=lambda item: lanes[item[0][0]]):
-        label = kind if kind not in named else None
-        named.add(kind)
-        place = (lanes[stream] - 0.4, 0.8)
-        axes.broken_barh(spans, place, color=colors.get(kind, "C5"), label=label, linewidth=0)
-    axes.set_yticks(list(lanes.values()), ["compute", "link", "exposed"])
-    axes.invert_yaxis()
-    step = receipt.timeline.seconds * 1e3
-    part = ", a part of it" if last - first < 1 else ""
-    name = _name(receipt.plan)
-    axes.set_xlabel(f"ms of a step{part}: {name} on {receipt.target.name}, predicted")
-    axes.set_xlim(first * step, last * step)
-    if last - first == 1:
-        above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
-        axes.legend(**above, ncols=6, frameon=False, fontsize=9)

@@ -18,7 +18,7 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 _SAME_SIZE = ("bitcast", "convert", "copy", "transpose", "reshape", "negate")
 
 
-class Work(NamedTuple):
+class KernelCost(NamedTuple):
     """What an instruction computes and touches on one device.
 
     Attributes:
@@ -42,8 +42,8 @@ class Work(NamedTuple):
         return max(compute, memory) + (0.0 if compute else target.kernel_seconds)
 
 
-def work_of(program: Program, computation: Computation, x: Instruction) -> Work | None:
-    """The work of an instruction that runs by itself; None if nothing runs."""
+def cost_of(program: Program, computation: Computation, x: Instruction) -> KernelCost | None:
+    """The cost of an instruction that runs by itself; None if nothing runs."""
     if x.opcode in FREE or x.opcode.endswith("-done"):
         return None
     taken = computation.operand_arrays(x)
@@ -53,9 +53,9 @@ def work_of(program: Program, computation: Computation, x: Instruction) -> Work 
         flops = sum(dot_flops(fused, y) for y in fused.instructions.values())
         inner = [y for y in fused.instructions.values() if y.opcode == "custom-call"]
         calls = [_custom_call(y, fused.operand_arrays(y), 0.0) for y in inner]
-        return Work(
-            matmul_flops=flops + sum(work.matmul_flops for work in calls),
-            attention_flops=sum(work.attention_flops for work in calls),
+        return KernelCost(
+            matmul_flops=flops + sum(cost.matmul_flops for cost in calls),
+            attention_flops=sum(cost.attention_flops for cost in calls),
             num_bytes=_bytes_read(fused, taken) + _bytes_written(fused, fused.root),
         )
     num_bytes = float(sum(a.num_bytes for a in taken) + x.num_bytes)
@@ -65,7 +65,7 @@ def work_of(program: Program, computation: Computation, x: Instruction) -> Work 
         num_bytes = 2.0 * x.num_bytes
     elif x.opcode == "dynamic-update-slice":
         num_bytes = 2.0 * taken[1].num_bytes
-    return Work(dot_flops(computation, x), 0.0, num_bytes)
+    return KernelCost(dot_flops(computation, x), 0.0, num_bytes)
 
 
 def dot_flops(computation: Computation, x: Instruction) -> float:
@@ -83,7 +83,7 @@ def dot_flops(computation: Computation, x: Instruction) -> float:
     return 0.0
 
 
-def _custom_call(x: Instruction, taken: list[Array], num_bytes: float) -> Work:
+def _custom_call(x: Instruction, taken: list[Array], num_bytes: float) -> KernelCost:
     """Library kernels: cuBLAS by its contracted dims, cuDNN's attention by its score matrix."""
     target = re.search(r'custom_call_target="([^"]*)"', x.attributes)
     name = target[1] if target else ""
@@ -92,7 +92,7 @@ def _custom_call(x: Instruction, taken: list[Array], num_bytes: float) -> Work:
         axes = [int(n) for n in re.findall(r"\d+", dims[1])] if dims else []
         out = max(x.arrays, key=lambda a: a.size)
         contracted = math.prod(taken[0].shape[d] for d in axes)
-        return Work(2.0 * out.size * contracted * _dtype_factor(taken[0]), 0.0, num_bytes)
+        return KernelCost(2.0 * out.size * contracted * _dtype_factor(taken[0]), 0.0, num_bytes)
     if "cudnn$conv" in name and len(taken) > 1:
         window = re.search(r"window=\{size=([\dx]+)", x.attributes)
         labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", x.attributes)
@@ -105,7 +105,9 @@ def _custom_call(x: Instruction, taken: list[Array], num_bytes: float) -> Work:
             source, result = arrays[kind] if "BackwardFilter" not in name else (taken[0], taken[1])
             features = source.shape[labels[1].index("f")]
             size = math.prod(int(n) for n in window[1].split("x"))
-            return Work(2.0 * result.size * size * features * _dtype_factor(source), 0.0, num_bytes)
+            return KernelCost(
+                2.0 * result.size * size * features * _dtype_factor(source), 0.0, num_bytes
+            )
     if "fmha" in name:
         scores = re.search(
             r'"intermediate_tensor_shape".*?"dimensions":\s*\[([^\]]*)\]', x.attributes
@@ -114,8 +116,8 @@ def _custom_call(x: Instruction, taken: list[Array], num_bytes: float) -> Work:
         # Two matmuls forward (scores, values); five backward, one of them the scores again.
         matmuls = 5 if "Backward" in name else 2
         masked = 0.5 if "CAUSAL" in x.attributes else 1.0
-        return Work(0.0, matmuls * 2.0 * size * taken[0].shape[-1] * masked, num_bytes)
-    return Work(0.0, 0.0, num_bytes)
+        return KernelCost(0.0, matmuls * 2.0 * size * taken[0].shape[-1] * masked, num_bytes)
+    return KernelCost(0.0, 0.0, num_bytes)
 
 
 def _dtype_factor(array: Array) -> float:

@@ -10,13 +10,16 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from zerojax.engine.observer import Stack
+from zerojax.engine.observer import StackRecord
+from zerojax.hardware.devices import platform
 from zerojax.receipt.hlo import Array, Instruction, Program
-from zerojax.receipt.hlo_inputs import STATE_KINDS, Argument
-from zerojax.receipt.traffic import Expected, Move, by_part, gather_passes
+from zerojax.receipt.hlo_inputs import Input
+from zerojax.receipt.theory import Expected, gather_passes
+from zerojax.receipt.traffic import WEIGHT_PARTS, Move, by_part
 from zerojax.sharding.collectives import Auto
 from zerojax.sharding.leaves import Leaf
 from zerojax.sharding.plan import Plan
+from zerojax.sharding.stage import STATE_KINDS
 from zerojax.table import format_bytes
 
 
@@ -41,9 +44,9 @@ class Evidence(NamedTuple):
     program: Program
     moves: Sequence[Move]
     expected: Expected
-    arguments: Sequence[Argument]
+    inputs: Sequence[Input]
     microbatches: int
-    stacks: Sequence[Stack] = ()  # what the layer engine ran, if it did
+    stacks: Sequence[StackRecord] = ()  # what the layer engine ran, if it did
 
     @property
     def worth_telling(self) -> float:
@@ -53,7 +56,7 @@ class Evidence(NamedTuple):
     @property
     def on_cpu(self) -> bool:
         """Compiled for CPU devices, whose XLA passes form no reduce-scatter."""
-        return self.plan.mesh.devices.flat[0].platform == "cpu"
+        return platform(self.plan.mesh) == "cpu"
 
 
 def find(evidence: Evidence) -> list[Finding]:
@@ -125,7 +128,7 @@ def all_reduce_for_scatter(e: Evidence) -> Iterator[Finding]:
         m
         for m in e.moves
         if m.collective.kind == "all-reduce"
-        and m.part in ("layers", "root")
+        and m.part in WEIGHT_PARTS
         and _leaf(e.plan, m.what).split.dim is not None
     ]
     moved = sum(m.wire_bytes for m in moves)
@@ -154,15 +157,13 @@ def extra_traffic(e: Evidence) -> Iterator[Finding]:
 
 def leaf_left_whole(e: Evidence) -> Iterator[Finding]:
     """More state on each device than the plan puts there."""
-    leaves = {k: getattr(e.plan, k) for k in STATE_KINDS}
-    planned = sum(e.plan.bytes_per_device(leaf) for kind in leaves.values() for leaf in kind)
-    state = [a for a in e.arguments if a.kind in STATE_KINDS]
+    planned = e.plan.rest_bytes()
+    state = [a for a in e.inputs if a.kind in STATE_KINDS]
     found = sum(a.local.num_bytes for a in state)
     if not state or found <= 1.02 * planned:
         return
-    accepted = {
-        leaf.array.shape for kind in leaves.values() for leaf in kind if leaf.split.dim is None
-    }
+    leaves = e.plan.leaves(*STATE_KINDS)
+    accepted = {leaf.array.shape for leaf in leaves if leaf.split.dim is None}
     whole = [a for a in state if a.local == a.whole and a.whole.shape not in accepted]
     whole.sort(key=lambda a: -a.whole.num_bytes)
     named = ", ".join(f"{a.path} {list(a.whole.shape)}" for a in whole[:3])
@@ -178,10 +179,10 @@ def leaf_left_whole(e: Evidence) -> Iterator[Finding]:
 def donation_lost(e: Evidence) -> Iterator[Finding]:
     """State of which the program holds the old and the new at once."""
     outputs = collections.Counter(e.program.entry.root.arrays)
-    outputs.subtract(a.local for a in e.arguments if not a.kept)
-    state = sum(a.local.num_bytes for a in e.arguments if a.kind != "batch")
+    outputs.subtract(a.local for a in e.inputs if not a.kept)
+    state = sum(a.local.num_bytes for a in e.inputs if a.kind != "batch")
     lost = []
-    for a in e.arguments:
+    for a in e.inputs:
         if a.kept and a.kind != "batch" and outputs[a.local] > 0:
             outputs[a.local] -= 1
             lost.append(a)
@@ -217,10 +218,10 @@ def _whole_stacks(e: Evidence) -> list[tuple[Leaf, Array]]:
     An array of a stack's shape counts if the loop takes or puts layers of it; stacks that are kept
     on purpose, and shapes in which anything rests, do not.
     """
-    if not e.plan.stage.splits_params or e.plan.num_devices == 1:
+    if not e.plan.stage.splits_params or e.plan.num_shards == 1:
         return []
     kept = {path for stack in e.stacks if not stack.regathers for path in stack.paths}
-    resting = {a.local.shape for a in e.arguments}
+    resting = {a.local.shape for a in e.inputs}
     split = [x for x in e.plan.params if x.stacked and x.split.dim is not None]
     shapes = {
         leaf.array.shape: leaf

@@ -14,9 +14,9 @@ import math
 from typing import NamedTuple
 
 from zerojax.hardware.targets import Target
-from zerojax.receipt import hlo_collectives as wire
 from zerojax.receipt.hlo import Computation, Instruction, Program, Visit
-from zerojax.receipt.roofline import Work, work_of
+from zerojax.receipt.hlo_collectives import KINDS, Collective, read_collective
+from zerojax.receipt.roofline import KernelCost, cost_of
 
 
 class Event(NamedTuple):
@@ -68,7 +68,7 @@ class Timeline(NamedTuple):
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def collective_seconds(target: Target, collective: wire.Collective) -> float:
+def collective_seconds(target: Target, collective: Collective) -> float:
     """Start-up plus bytes on the wire by bandwidth; a start-up more for each doubling of hosts."""
     if len(collective.group) < 2:
         return 0.0
@@ -78,7 +78,7 @@ def collective_seconds(target: Target, collective: wire.Collective) -> float:
     return start_up + collective.wire_bytes / bandwidth
 
 
-def simulate(program: Program, target: Target) -> Timeline:
+def replay(program: Program, target: Target) -> Timeline:
     """Replays the schedule of a program on a target.
 
     Args:
@@ -105,7 +105,7 @@ class _Replay:
         self.program, self.target = program, target
         self.now = self.link = self.flops = 0.0
         self.under_way: dict[str, tuple[str, float]] = {}  # start's name -> kind, end
-        self.works: dict[tuple[str, str], Work | None] = {}
+        self.costs: dict[tuple[str, str], KernelCost | None] = {}
         self.events: list[Event] = []
 
     def run(self) -> Timeline:
@@ -135,9 +135,9 @@ class _Replay:
         if x.opcode == "async-start":
             for name in x.called.get("calls", ()):
                 inner = self.program.computations[name].instructions.values()
-                return next((y.opcode for y in inner if y.opcode in wire.KINDS), None)
+                return next((y.opcode for y in inner if y.opcode in KINDS), None)
         kind = x.opcode.removesuffix("-start")
-        return kind if kind in wire.KINDS else None
+        return kind if kind in KINDS else None
 
     def start(self, kind: str, x: Instruction, computation: Computation, loops: tuple) -> None:
         """Puts a collective on the link; a synchronous one is waited for at once."""
@@ -145,7 +145,7 @@ class _Replay:
         if x.opcode == "async-start":
             within = self.program.computations[x.called["calls"][0]]
             seen = next(y for y in within.instructions.values() if y.opcode == kind)
-        collective = wire.read(self.program, Visit(seen, within, 1, loops))
+        collective = read_collective(self.program, Visit(seen, within, 1, loops))
         begin = max(self.now, self.link)
         self.link = begin + collective_seconds(self.target, collective)
         self.record("link", kind, x.name, begin, self.link, loops)
@@ -161,16 +161,16 @@ class _Replay:
 
     def compute(self, x: Instruction, computation: Computation, loops: tuple) -> None:
         place = computation.name, x.name
-        if place not in self.works:
-            self.works[place] = work_of(self.program, computation, x)
-        work = self.works[place]
-        if work is None:
+        if place not in self.costs:
+            self.costs[place] = cost_of(self.program, computation, x)
+        cost = self.costs[place]
+        if cost is None:
             return
-        kind = "attention" if work.attention_flops else "matmul" if work.matmul_flops else "other"
-        end = self.now + work.seconds(self.target)
+        kind = "attention" if cost.attention_flops else "matmul" if cost.matmul_flops else "other"
+        end = self.now + cost.seconds(self.target)
         self.record("compute", kind, x.name, self.now, end, loops)
         self.now = end
-        self.flops += work.matmul_flops + work.attention_flops
+        self.flops += cost.matmul_flops + cost.attention_flops
 
     def record(self, stream, kind, name, start: float, end: float, loops: tuple) -> None:
         names = tuple(loop.name for loop in loops)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""XLA's own estimate of exposed communication: a second opinion beside `simulate.py`.
+"""XLA's own estimate of exposed communication: a second opinion beside `timeline.py`.
 
 The latency-hiding scheduler counts, for each computation, the cycles (microseconds of its own cost
 model) that it could not fill while a collective was under way. It believes in other rates than

@@ -26,6 +26,17 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax.sharding.axes import (
+    DATA,
+    STATE_AXES,
+    batch_axes,
+    batch_spec,
+    copy_axes,
+    num_batch_shards,
+    num_shards,
+)
+from zerojax.sharding.specs import split_dim
+
 PyTree = Any
 # What one device does: (parameters at rest, its rows of the batch, key) -> results.
 PerDevice = Callable[[PyTree, PyTree, jax.Array], PyTree]
@@ -42,7 +53,6 @@ class Manual:
     """
 
     mesh: Mesh
-    axis: str
     check_vma: bool = False
 
     def per_device(self, fn: PerDevice, param_specs: PyTree, out_specs: PyTree) -> PerDevice:
@@ -57,28 +67,34 @@ class Manual:
         return jax.shard_map(
             fn,
             mesh=self.mesh,
-            in_specs=(param_specs, P(self.axis), P()),
+            in_specs=(param_specs, batch_spec(self.mesh), P()),
             out_specs=out_specs,
             check_vma=self.check_vma,
         )
 
+    def batch_index(self) -> jax.Array:
+        """Which part of the batch this device has; inside `per_device`."""
+        return lax.axis_index(batch_axes(self.mesh))
+
     def gather(self, x: jax.Array, spec: P) -> jax.Array:
         """A shard, or a replicated array, becomes this device's own whole copy."""
-        dim = split_dim(spec, self.axis)
+        dim = split_dim(spec)
         if dim is None:
             return self.local(x)
-        return lax.all_gather(x, self.axis, axis=dim, tiled=True)
+        return self.local(lax.all_gather(x, STATE_AXES, axis=dim, tiled=True))
 
     def scatter(self, x: jax.Array, spec: P) -> jax.Array:
         """Sums the devices' whole arrays and keeps this device's shard, or all if none is cut."""
-        dim = split_dim(spec, self.axis)
+        dim = split_dim(spec)
         if dim is None:
             return self.all_reduce(x)
-        return lax.psum_scatter(self.local(x), self.axis, scatter_dimension=dim, tiled=True)
+        shard = lax.psum_scatter(self.local(x), STATE_AXES, scatter_dimension=dim, tiled=True)
+        copies = copy_axes(self.mesh)
+        return lax.psum(shard, copies) if copies else shard
 
     def all_reduce(self, x: jax.Array) -> jax.Array:
-        """Sums over the devices; the result is equal on all of them."""
-        return lax.psum(self.local(x), self.axis)
+        """Sums over the parts of the batch; the result is equal on all devices."""
+        return lax.psum(self.local(x), batch_axes(self.mesh))
 
     def zeros(self, shape: tuple[int, ...], dtype: Any, spec: P | None) -> jax.Array:
         """What a gradient that lies on `spec` starts from; None is one whole copy per device."""
@@ -86,45 +102,58 @@ class Manual:
             return self.local(jnp.zeros(shape, dtype))
         shard = NamedSharding(self.mesh, spec).shard_shape(shape)
         zeros = jnp.zeros(shard, dtype)
-        return zeros if split_dim(spec, self.axis) is None else self.local(zeros)
+        return zeros if split_dim(spec) is None else _varying(zeros, STATE_AXES)
 
     def local(self, x: jax.Array) -> jax.Array:
         """Marks a replicated array as one that may differ between devices from here on.
 
         Under `check_vma`, the gradient of one not marked would be summed over the devices at once.
         """
-        if self.axis in jax.typeof(x).manual_axis_type.varying:
-            return x
-        return lax.pcast(x, self.axis, to="varying")
+        return _varying(x, batch_axes(self.mesh))
+
+
+def _varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    known = jax.typeof(x).manual_axis_type.varying
+    new = tuple(name for name in axes if name not in known)
+    return lax.pcast(x, new, to="varying") if new else x
 
 
 @dataclasses.dataclass(frozen=True)
 class Auto:
-    """NamedSharding constraints on global arrays; XLA inserts the collectives."""
+    """NamedSharding constraints on global arrays; XLA inserts the collectives.
+
+    Inside `per_device` the mapped dimension counts the parts of the batch, whichever axes of the
+    mesh cut them, and is called "data".
+    """
 
     mesh: Mesh
-    axis: str
 
     def per_device(self, fn: PerDevice, param_specs: PyTree, out_specs: PyTree) -> PerDevice:
         """As Manual.per_device; specs are held by the constraints in gather and scatter."""
         del param_specs, out_specs
-        num_devices = self.mesh.shape[self.axis]
+        (names,) = batch_spec(self.mesh)
+        num_parts = num_batch_shards(self.mesh)
         mapped = jax.vmap(
             fn,
             in_axes=(None, 0, None),
             out_axes=None,
-            axis_name=self.axis,
-            axis_size=num_devices,
-            spmd_axis_name=self.axis,
+            axis_name=DATA,
+            axis_size=num_parts,
+            spmd_axis_name=names,
         )
 
         def run(params, batch, key):
             def rows(x):
-                return self._constrain(x.reshape(num_devices, -1, *x.shape[1:]), P(self.axis))
+                parts = x.reshape(num_parts, -1, *x.shape[1:])
+                return self._constrain(parts, batch_spec(self.mesh))
 
             return mapped(params, jax.tree.map(rows, batch), key)
 
         return run
+
+    def batch_index(self) -> jax.Array:
+        """As Manual.batch_index."""
+        return lax.axis_index(DATA)
 
     def gather(self, x: jax.Array, spec: P) -> jax.Array:
         """As Manual.gather. The first constraint pins the cast to the shard, before the wire."""
@@ -132,7 +161,7 @@ class Auto:
 
     def scatter(self, x: jax.Array, spec: P) -> jax.Array:
         """As Manual.scatter."""
-        return self._constrain(lax.psum(x, self.axis), spec)
+        return self._constrain(lax.psum(x, DATA), spec)
 
     def all_reduce(self, x: jax.Array) -> jax.Array:
         """As Manual.all_reduce."""
@@ -153,34 +182,22 @@ class Auto:
 PARTITIONERS = {"manual": Manual, "auto": Auto}
 
 
-def device_index(axis: str) -> jax.Array:
-    """This device's position on the axis, inside `per_device`."""
-    return lax.axis_index(axis)
-
-
-def gather_global(x: jax.Array, spec: P, mesh: Mesh, axis: str) -> jax.Array:
+def gather_global(x: jax.Array, spec: P, mesh: Mesh) -> jax.Array:
     """A global array on `spec` becomes whole on every device, under either partitioner.
 
     The shards are gathered along a new first dimension and moved to their place afterwards. If they
     were gathered along an inner one, XLA would lay them out with that dimension first, and so every
     array that the optimizer computes them from: two transposes of each moment and master copy.
     """
-    dim = split_dim(spec, axis)
+    dim = split_dim(spec)
 
     def constrain(x: jax.Array, spec: P) -> jax.Array:
         return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     if not dim:
         return constrain(x, P())
-    sizes = mesh.shape[axis], x.shape[dim] // mesh.shape[axis]
+    count = num_shards(mesh)
+    sizes = count, x.shape[dim] // count
     shards = jnp.moveaxis(x.reshape(*x.shape[:dim], *sizes, *x.shape[dim + 1 :]), dim, 0)
-    whole = constrain(constrain(shards, P(axis)), P())
+    whole = constrain(constrain(shards, P(DATA)), P())
     return constrain(jnp.moveaxis(whole, 0, dim).reshape(x.shape), P())
-
-
-def split_dim(spec: P, axis: str) -> int | None:
-    """The dimension of an array that `spec` splits over `axis`, or None."""
-    for dim, names in enumerate(spec):
-        if names == axis or (isinstance(names, tuple) and axis in names):
-            return dim
-    return None

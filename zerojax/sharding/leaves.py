@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from zerojax.sharding.mesh import DATA
+from zerojax.sharding.axes import DATA
 from zerojax.sharding.specs import Split, split
 from zerojax.sharding.state import PyTree
 from zerojax.tree import PathRule, leaf_path, matches
@@ -46,7 +46,7 @@ def param_leaves(
     init_params: Callable[[jax.Array], PyTree],
     layers: Sequence[str],
     frozen: PathRule,
-    num_devices: int,
+    num_shards: int,
 ) -> tuple[Leaf, ...]:
     """A Leaf for every leaf of the parameters as `init_params` makes them, in tree order."""
     flat = jax.tree.leaves_with_path(_abstract_params(init_params))
@@ -56,7 +56,7 @@ def param_leaves(
     is_frozen = matches(paths, frozen, "frozen")
     leaves = []
     for path, array, stack, off in zip(paths, arrays, stacked, is_frozen, strict=True):
-        cut = split(array.shape, num_devices, DATA, stacked=stack)
+        cut = split(array.shape, num_shards, DATA, stacked=stack)
         trained = jnp.issubdtype(array.dtype, jnp.inexact) and not off
         leaves.append(Leaf(path, array, cut, P(), trained, stack))
     if not any(leaf.trained for leaf in leaves):
@@ -68,7 +68,7 @@ def param_leaves(
 
 
 def opt_state_leaves(
-    opt_state: PyTree, params: Sequence[Leaf], num_devices: int
+    opt_state: PyTree, params: Sequence[Leaf], num_shards: int
 ) -> tuple[Leaf, ...]:
     """A Leaf for every leaf of the optimizer state, each cut by its own shape.
 
@@ -85,21 +85,21 @@ def opt_state_leaves(
         else:
             first = param.array.shape[:1] if param is not None and param.stacked else None
             stacked = first is not None and array.shape[:1] == first
-            cut = split(array.shape, num_devices, DATA, stacked=stacked)
+            cut = split(array.shape, num_shards, DATA, stacked=stacked)
         leaves.append(Leaf(leaf_path(keys), array, cut, P(), stacked=stacked))
     return tuple(leaves)
 
 
-def at_rest(leaves: Iterable[Leaf], is_split: bool, dtype: Any = None) -> tuple[Leaf, ...]:
+def at_rest(leaves: Iterable[Leaf], kind_is_split: bool, dtype: Any = None) -> tuple[Leaf, ...]:
     """The leaves on their specs if their kind is split, and in `dtype` if they are real."""
 
-    def place(leaf: Leaf) -> Leaf:
+    def resting(leaf: Leaf) -> Leaf:
         array = leaf.array
         if dtype is not None and jnp.issubdtype(array.dtype, jnp.floating):
             array = jax.ShapeDtypeStruct(array.shape, dtype)
-        return leaf._replace(array=array, rest=leaf.split.spec if is_split else P())
+        return leaf._replace(array=array, rest=leaf.split.spec if kind_is_split else P())
 
-    return tuple(map(place, leaves))
+    return tuple(map(resting, leaves))
 
 
 def _abstract_params(init_params: Callable[[jax.Array], PyTree]) -> PyTree:

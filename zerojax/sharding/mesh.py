@@ -13,8 +13,7 @@ from jax.sharding import AxisType, Mesh
 from zerojax.hardware import targets
 from zerojax.hardware.devices import skip_absent_gpus, target_devices
 from zerojax.hardware.targets import Target
-
-DATA = "data"  # the axis over which ZeRO splits the model state and the batch
+from zerojax.sharding.axes import DATA
 
 
 def make_mesh(

@@ -13,12 +13,12 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.sharding import collectives
+from zerojax.sharding import axes, collectives
 from zerojax.sharding.leaves import Leaf, at_rest, opt_state_leaves, param_leaves
-from zerojax.sharding.mesh import DATA, check_mesh
+from zerojax.sharding.mesh import check_mesh
 from zerojax.sharding.precision import Precision, get_precision
-from zerojax.sharding.specs import format_spec
-from zerojax.sharding.stage import Stage, get_stage
+from zerojax.sharding.specs import format_spec, is_split
+from zerojax.sharding.stage import KINDS, STATE_KINDS, Stage, get_stage
 from zerojax.sharding.state import PyTree, TrainState, new_state
 from zerojax.table import format_bytes, format_table
 from zerojax.tree import PathRule
@@ -73,9 +73,19 @@ class Plan:
     abstract_state: TrainState
 
     @property
+    def num_shards(self) -> int:
+        """Into how many shards ZeRO splits an array of the state."""
+        return axes.num_shards(self.mesh)
+
+    @property
+    def num_batch_shards(self) -> int:
+        """Into how many parts the rows of a batch are cut."""
+        return axes.num_batch_shards(self.mesh)
+
+    @property
     def num_devices(self) -> int:
-        """Number of devices on the axis that splits the state."""
-        return self.mesh.shape[DATA]
+        """Number of devices of the mesh."""
+        return self.mesh.size
 
     @property
     def state_shardings(self) -> TrainState:
@@ -85,12 +95,20 @@ class Plan:
     @property
     def batch_sharding(self) -> NamedSharding:
         """The sharding of every leaf of a batch: its rows are split over the devices."""
-        return NamedSharding(self.mesh, P(DATA))
+        return NamedSharding(self.mesh, axes.batch_spec(self.mesh))
 
     def bytes_per_device(self, leaf: Leaf) -> int:
         """Bytes of one leaf at rest on each device."""
         shard = NamedSharding(self.mesh, leaf.rest).shard_shape(leaf.array.shape)
         return math.prod(shard) * leaf.array.dtype.itemsize
+
+    def leaves(self, *kinds: str) -> list[Leaf]:
+        """The leaves of these kinds, each one of `stage.KINDS`, one kind after another."""
+        return [leaf for kind in kinds for leaf in getattr(self, kind)]
+
+    def rest_bytes(self, *kinds: str) -> int:
+        """Bytes on each device of these kinds as they rest; without any, of the whole state."""
+        return sum(map(self.bytes_per_device, self.leaves(*(kinds or STATE_KINDS))))
 
     def __str__(self) -> str:
         return _describe(self)
@@ -150,36 +168,36 @@ def make_plan(
             f"optimizer is a {type(optimizer).__name__}; pass an optax transformation, such as "
             "optax.adamw(1e-3)."
         )
-    num_devices = mesh.shape[DATA]
-    leaves = param_leaves(init_params, layers, frozen, num_devices)
+    num_shards = axes.num_shards(mesh)
+    leaves = param_leaves(init_params, layers, frozen, num_shards)
     trained = [leaf for leaf in leaves if leaf.trained]
     build = functools.partial(
         new_state, init_params, optimizer, dtypes, [leaf.trained for leaf in leaves]
     )
     shapes = jax.eval_shape(build, jax.random.key(0))
-    params = at_rest(leaves, row.splits_params, dtypes.params)
-    grads = at_rest(trained, row.splits_grads, dtypes.reduce)
-    master = at_rest(trained, row.splits_opt_state, dtypes.master) if dtypes.master else ()
-    opt_state = opt_state_leaves(shapes.opt_state, leaves, num_devices)
-    opt_state = at_rest(opt_state, row.splits_opt_state)
+    params = at_rest(leaves, row.splits("params"), dtypes.params)
+    grads = at_rest(trained, row.splits("grads"), dtypes.reduce)
+    master = at_rest(trained, row.splits("master"), dtypes.master) if dtypes.master else ()
+    opt_state = opt_state_leaves(shapes.opt_state, leaves, num_shards)
+    opt_state = at_rest(opt_state, row.splits("opt_state"))
     plan = Plan(
         mesh=mesh,
         stage=row,
         precision=dtypes,
-        partitioner=collectives.PARTITIONERS[partitioner](mesh, DATA),
+        partitioner=collectives.PARTITIONERS[partitioner](mesh),
         init_params=init_params,
         optimizer=optimizer,
         params=params,
         grads=grads,
         master=master,
         opt_state=opt_state,
-        abstract_state=_place(shapes, mesh, params, master, opt_state),
+        abstract_state=_abstract_state(shapes, mesh, params, master, opt_state),
     )
     _check_unsharded(plan, max_unsharded)
     return plan
 
 
-def _place(
+def _abstract_state(
     shapes: TrainState,
     mesh: Mesh,
     params: Sequence[Leaf],
@@ -188,7 +206,7 @@ def _place(
 ) -> TrainState:
     """The abstract state with a sharding on every leaf."""
 
-    def put(tree: PyTree, specs: Sequence[P]) -> PyTree:
+    def on_mesh(tree: PyTree, specs: Sequence[P]) -> PyTree:
         leaves, treedef = jax.tree.flatten(tree)
         return treedef.unflatten(
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
@@ -196,19 +214,19 @@ def _place(
         )
 
     return TrainState(
-        step=put(shapes.step, [P()]),
-        params=put(shapes.params, [leaf.rest for leaf in params]),
-        opt_state=put(shapes.opt_state, [leaf.rest for leaf in opt_state]),
-        key=put(shapes.key, [P()]),
-        master=put(shapes.master, [leaf.rest for leaf in master]),
+        step=on_mesh(shapes.step, [P()]),
+        params=on_mesh(shapes.params, [leaf.rest for leaf in params]),
+        opt_state=on_mesh(shapes.opt_state, [leaf.rest for leaf in opt_state]),
+        key=on_mesh(shapes.key, [P()]),
+        master=on_mesh(shapes.master, [leaf.rest for leaf in master]),
     )
 
 
 def _check_unsharded(plan: Plan, max_unsharded: float) -> None:
     """Fails when too many of the bytes that the stage splits cannot be split."""
-    if not plan.stage.splits_opt_state or plan.num_devices == 1:
+    if not plan.stage.splits_opt_state or plan.num_shards == 1:
         return
-    leaves = [*plan.params, *plan.master, *plan.opt_state]
+    leaves = plan.leaves(*STATE_KINDS)
     whole = sorted((x for x in leaves if x.split.dim is None), key=lambda x: -x.num_bytes)
     share = sum(x.num_bytes for x in whole) / sum(x.num_bytes for x in leaves)
     if share > max_unsharded:
@@ -217,9 +235,9 @@ def _check_unsharded(plan: Plan, max_unsharded: float) -> None:
             for x in whole[:3]
         )
         raise ValueError(
-            f"{share:.1%} of the state's bytes cannot be split over {plan.num_devices} devices, "
+            f"{share:.1%} of the state's bytes cannot be split into {plan.num_shards} shards, "
             f"more than max_unsharded={max_unsharded:.1%}. The largest: {worst}. Pad those sizes "
-            f"to a multiple of {plan.num_devices}, or raise max_unsharded to accept the cost."
+            f"to a multiple of {plan.num_shards}, or raise max_unsharded to accept the cost."
         )
 
 
@@ -237,11 +255,12 @@ def _describe(plan: Plan) -> str:
         rows.append([*cells, size, why if leaf.trained else f"{why}; frozen"])
     header = ["params", "shape", "dtype", "at rest", "per device", "why"]
     totals = []
-    for name in ("params", "grads", "master", "opt_state"):
-        leaves = getattr(plan, name)
-        sizes = sum(leaf.num_bytes for leaf in leaves), sum(map(plan.bytes_per_device, leaves))
-        whole = sum(x.num_bytes for x in leaves if not any(x.rest))
-        totals.append([name, str(len(leaves)), *map(format_bytes, (*sizes, whole))])
+    for kind in KINDS:
+        leaves = plan.leaves(kind)
+        size = sum(leaf.num_bytes for leaf in leaves)
+        whole = sum(leaf.num_bytes for leaf in leaves if not is_split(leaf.rest))
+        sizes = map(format_bytes, (size, plan.rest_bytes(kind), whole))
+        totals.append([kind, str(len(leaves)), *sizes])
     columns = ["totals", "leaves", "bytes", "per device", "of it whole"]
     return "\n".join(
         [

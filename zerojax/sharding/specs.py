@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One array's shape -> which dimension is split over a mesh axis, or the reason it stays whole."""
+"""Specs: which dimension of an array is split, or why none; and what a spec says."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from jax.sharding import PartitionSpec as P
+
+from zerojax.sharding.axes import STATE_AXES
 
 
 class Split(NamedTuple):
@@ -32,7 +34,7 @@ def split(
 
     Args:
       shape: the array's shape.
-      num_shards: size of the mesh axis.
+      num_shards: into how many shards; the size of the axis.
       axis: name of the mesh axis.
       stacked: the first dimension counts stacked layers, and is never cut: a layer must be
         gathered from every device, not owned by one.
@@ -65,6 +67,23 @@ def split(
     while names and names[-1] is None:
         names.pop()
     return Split(P(*names), dim, f"dim {dim}, {shape[dim]} / {num_shards}")
+
+
+def split_dim(spec: P) -> int | None:
+    """The dimension that ZeRO splits, or None.
+
+    >>> split_dim(P(None, "data")), split_dim(P("tensor")), split_dim(P())
+    (1, None, None)
+    """
+    for dim, names in enumerate(spec):
+        if names in STATE_AXES or (isinstance(names, tuple) and set(names) & set(STATE_AXES)):
+            return dim
+    return None
+
+
+def is_split(spec: P) -> bool:
+    """Whether ZeRO splits an array on this spec: it rests, or leaves the backward, as shards."""
+    return split_dim(spec) is not None
 
 
 def format_spec(spec: P) -> str:

@@ -9,6 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 
+# What a plan places, and of it what rests in a TrainState from step to step; the names are those of
+# the attributes of both.
+KINDS = ("params", "grads", "master", "opt_state")
+STATE_KINDS = ("params", "master", "opt_state")
+
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
@@ -38,10 +43,27 @@ class Stage:
     weights: str
     gradients: str
 
+    def splits(self, kind: str) -> bool:
+        """Whether the arrays of a kind, one of KINDS, rest as shards.
+
+        >>> [kind for kind in KINDS if STAGES[2].splits(kind)]
+        ['grads', 'master', 'opt_state']
+        """
+        flags = {"params": self.splits_params, "grads": self.splits_grads}
+        return flags.get(kind, self.splits_opt_state)
+
+    def num_gathers(self, microbatches: int = 1) -> int:
+        """How often in a step a parameter is gathered (stage 0: the half of its all-reduce)."""
+        return 2 * microbatches if self.splits_params else 1
+
+    def num_reduces(self, microbatches: int = 1) -> int:
+        """How often in a step a gradient is reduced."""
+        return microbatches if self.splits_grads else 1
+
     def traffic(self, microbatches: int = 1) -> int:
         """Elements moved per device and step, in units of Psi (N - 1) / N.
 
-        Psi is the number of parameters and N the number of devices; a reduce-scatter or an
+        Psi is the number of parameters and N the number of shards; a reduce-scatter or an
         all-gather of the whole tree moves one unit, an all-reduce two (section 7).
 
         >>> [STAGES[n].traffic() for n in range(4)]
@@ -49,14 +71,12 @@ class Stage:
         >>> [STAGES[n].traffic(microbatches=4) for n in range(4)]
         [2, 2, 5, 12]
         """
-        gathers = 2 * microbatches if self.splits_params else 1
-        scatters = microbatches if self.splits_grads else 1
-        return gathers + scatters
+        return self.num_gathers(microbatches) + self.num_reduces(microbatches)
 
     def model_state_bytes(
         self,
         num_params: float,
-        num_devices: int,
+        num_shards: int,
         *,
         param_bytes: float = 2,
         grad_bytes: float = 2,
@@ -70,12 +90,10 @@ class Stage:
         >>> [round(STAGES[n].model_state_bytes(7.5e9, 64) / 1e9, 2) for n in range(4)]
         [120.0, 31.41, 16.64, 1.88]
         """
-        parts = (
-            (param_bytes, self.splits_params),
-            (grad_bytes, self.splits_grads),
-            (optimizer_bytes, self.splits_opt_state),
+        sizes = {"params": param_bytes, "grads": grad_bytes, "opt_state": optimizer_bytes}
+        return num_params * sum(
+            size / num_shards if self.splits(kind) else size for kind, size in sizes.items()
         )
-        return num_params * sum(size / num_devices if split else size for size, split in parts)
 
 
 STAGES = (

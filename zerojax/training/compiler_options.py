@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import Mesh
 
+from zerojax.hardware.devices import platform
+
 # Chosen on Llama2-7B, 2 x 4096 tokens per GPU, compiled for 8 x H100 (docs/log.md): at prefetch 1
 # the collectives in the layer loops hide behind compute, also on a link of 100 GB/s.
 GPU_OPTIONS: dict[str, bool | int | str] = {
@@ -30,10 +32,10 @@ GPU_OPTIONS |= (
 )
 
 
-def compiler_options(
+def options_for(
     mesh: Mesh, options: Mapping[str, bool | int | str] | None
 ) -> dict[str, bool | int | str]:
     """The user's options, or the defaults for the mesh's kind of device: GPU_OPTIONS or none."""
     if options is not None:
         return dict(options)
-    return dict(GPU_OPTIONS) if mesh.devices.flat[0].platform in ("gpu", "cuda") else {}
+    return dict(GPU_OPTIONS) if platform(mesh) == "gpu" else {}

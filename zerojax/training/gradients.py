@@ -11,9 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from zerojax.engine.weights import Entrance, Entry, inside
-from zerojax.sharding.collectives import device_index
-from zerojax.sharding.mesh import DATA
+from zerojax.engine.weights import Exchange, Weight, step_scope
 from zerojax.sharding.plan import Plan
 from zerojax.sharding.precision import accumulable, cast
 from zerojax.sharding.state import PyTree, TrainState, select
@@ -27,17 +25,16 @@ def make_gradients(
 
     The gradients are arranged as the trained parameters and lie on `update_specs`.
     """
-    place, specs = plan.partitioner, update_specs(plan)
-    leaves = _leave_specs(plan, microbatches)
+    partitioner, specs = plan.partitioner, update_specs(plan)
+    grad_specs = _grad_specs(plan, microbatches)
 
     def one_slice(params: PyTree, whole: list[jax.Array], batch: PyTree, key: jax.Array):
         def loss(sinks: list[jax.Array]) -> tuple[jax.Array, Sums]:
-            sums = enter(
-                plan, make_entries(plan, params, sinks, leaves), whole, loss_fn, batch, key
-            )
+            weights = make_weights(plan, params, sinks, grad_specs)
+            sums = call_with_weights(plan, weights, whole, loss_fn, batch, key)
             return sums.loss_sum, sums
 
-        grads, sums = jax.grad(loss, has_aux=True)(_sinks(plan, leaves))
+        grads, sums = jax.grad(loss, has_aux=True)(_sinks(plan, grad_specs))
         return sums, grads
 
     def all_slices(params: PyTree, whole: list[jax.Array], batch: PyTree, key: jax.Array):
@@ -45,8 +42,8 @@ def make_gradients(
         first = jax.tree.map(lambda x: x[0], slices)
         sums, _ = jax.eval_shape(one_slice, params, whole, first, key)
         carry = (
-            sums.map(lambda x: place.zeros(x.shape, x.dtype, None)),
-            list(map(accumulable, _sinks(plan, leaves))),
+            sums.map(lambda x: partitioner.zeros(x.shape, x.dtype, None)),
+            list(map(accumulable, _sinks(plan, grad_specs))),
         )
 
         def add(carry: PyTree, xs: tuple[jax.Array, PyTree]) -> tuple[PyTree, None]:
@@ -57,20 +54,21 @@ def make_gradients(
         return lax.scan(add, carry, (jnp.arange(microbatches), slices))[0]
 
     def on_device(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[Sums, list[jax.Array]]:
-        key = jax.random.fold_in(key, device_index(DATA))
+        key = jax.random.fold_in(key, partitioner.batch_index())
         # Once per step: XLA would move these gathers out of the loop over microbatches anyway.
         # Those of weights that the loss function hands to the layer engine are unused and vanish.
-        whole = gather_params(plan, make_entries(plan, params))
+        whole = gather_params(plan, make_weights(plan, params))
         run = all_slices if microbatches > 1 else one_slice
+        stay_local = [spec is None for spec in grad_specs]
         sums, grads = run(params, whole, batch, key)
         done = [
-            place.scatter(cast(grad, plan.precision.reduce), spec) if leave is None else grad
-            for grad, spec, leave in zip(grads, specs, leaves, strict=True)
+            partitioner.scatter(cast(grad, plan.precision.reduce), spec) if local else grad
+            for grad, spec, local in zip(grads, specs, stay_local, strict=True)
         ]
         with jax.named_scope("sums"):  # the audit tells them from weights by this name
-            return sums.map(place.all_reduce), done
+            return sums.map(partitioner.all_reduce), done
 
-    run = place.per_device(on_device, rest_specs(plan), (P(), specs))
+    run = partitioner.per_device(on_device, rest_specs(plan), (P(), specs))
     trained = [leaf.trained for leaf in plan.params]
 
     def gradients(state: TrainState, batch: PyTree) -> tuple[Sums, PyTree]:
@@ -81,39 +79,39 @@ def make_gradients(
     return gradients
 
 
-def make_entries(
+def make_weights(
     plan: Plan,
     params: PyTree,
     sinks: Sequence[jax.Array] = (),
-    leaves: Sequence[P | None] = (),
-) -> list[Entry]:
-    """An Entry for every parameter; without sinks there are no gradients."""
-    left = iter(zip(sinks, leaves, strict=True))
-    entries = []
+    grad_specs: Sequence[P | None] = (),
+) -> list[Weight]:
+    """A Weight for every parameter; without sinks there are no gradients."""
+    ways = iter(zip(sinks, grad_specs, strict=True))
+    weights = []
     for leaf, array in zip(plan.params, jax.tree.leaves(params), strict=True):
-        sink, leave = next(left) if leaf.trained and sinks else (None, None)
-        entries.append(Entry(leaf.path, array, leaf.rest, sink, leave, leaf.stacked))
-    return entries
+        sink, grad_spec = next(ways) if leaf.trained and sinks else (None, None)
+        weights.append(Weight(leaf.path, array, leaf.rest, sink, grad_spec, leaf.stacked))
+    return weights
 
 
-def gather_params(plan: Plan, entries: Sequence[Entry]) -> list[jax.Array]:
+def gather_params(plan: Plan, weights: Sequence[Weight]) -> list[jax.Array]:
     """Every leaf whole and in the compute dtype."""
-    return list(map(Entrance(plan.partitioner, plan.precision).gather, entries))
+    return list(map(Exchange(plan.partitioner, plan.precision).gather, weights))
 
 
-def enter(
+def call_with_weights(
     plan: Plan,
-    entries: Sequence[Entry],
+    weights: Sequence[Weight],
     whole: Sequence[jax.Array],
     loss_fn: LossFn,
     batch: PyTree,
     key: jax.Array,
 ) -> Sums:
     """Calls the loss function on whole weights, whose gradients are led to their sinks."""
-    entrance = Entrance(plan.partitioner, plan.precision)
-    weights = [entrance.attach(entry, x) for entry, x in zip(entries, whole, strict=True)]
-    with inside(entrance, entries, weights):
-        params = jax.tree.structure(plan.abstract_state.params).unflatten(weights)
+    exchange = Exchange(plan.partitioner, plan.precision)
+    arrays = [exchange.attach(weight, x) for weight, x in zip(weights, whole, strict=True)]
+    with step_scope(exchange, weights, arrays):
+        params = jax.tree.structure(plan.abstract_state.params).unflatten(arrays)
         return call_loss(loss_fn, params, batch, key)
 
 
@@ -128,7 +126,7 @@ def update_specs(plan: Plan) -> list[P]:
     return [leaf.split.spec if cut else P() for leaf in plan.grads]
 
 
-def _leave_specs(plan: Plan, microbatches: int) -> list[P | None]:
+def _grad_specs(plan: Plan, microbatches: int) -> list[P | None]:
     """For every trained leaf, the spec on which its gradient leaves each microbatch's backward.
 
     None: it stays local to the device, and is reduced once after the last microbatch.
@@ -141,11 +139,11 @@ def _leave_specs(plan: Plan, microbatches: int) -> list[P | None]:
     ]
 
 
-def _sinks(plan: Plan, leaves: Sequence[P | None]) -> list[jax.Array]:
+def _sinks(plan: Plan, grad_specs: Sequence[P | None]) -> list[jax.Array]:
     """Zeros in the place and dtype of every gradient as it leaves the backward."""
     sinks = []
-    for leaf, leave in zip(plan.grads, leaves, strict=True):
+    for leaf, grad_spec in zip(plan.grads, grad_specs, strict=True):
         real = jnp.issubdtype(leaf.array.dtype, jnp.floating)
-        dtype: Any = plan.precision.compute if real and leave is None else leaf.array.dtype
-        sinks.append(plan.partitioner.zeros(leaf.array.shape, dtype, leave))
+        dtype: Any = plan.precision.compute if real and grad_spec is None else leaf.array.dtype
+        sinks.append(plan.partitioner.zeros(leaf.array.shape, dtype, grad_spec))
     return sinks

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Putting things where the plan says: the state is born there, a batch is moved there."""
+"""The state of step 0, born where the plan says: every leaf as the shards it will live in."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 
 from zerojax.sharding.plan import Plan
 from zerojax.sharding.state import PyTree, TrainState, complete, new_state
-from zerojax.training.checks import check_plan, check_rows, check_runs
-from zerojax.training.initial_params import match_params, place
+from zerojax.training.checks import check_plan, check_runs
+from zerojax.training.initial_params import make_leaf, match_params
 
 
 def init_state(plan: Plan, key: jax.Array, params: PyTree | None = None) -> TrainState:
@@ -87,7 +87,7 @@ def _given_state(plan: Plan, key: jax.Array, params: PyTree) -> TrainState:
     pairs = list(zip(arrays, values, strict=True))
     shardings = [array.sharding for array, value in pairs if value is None]
     drawn = iter(jax.jit(draw, out_shardings=shardings)(key) if shardings else [])
-    born = [next(drawn) if value is None else place(value, array) for array, value in pairs]
+    born = [next(drawn) if value is None else make_leaf(value, array) for array, value in pairs]
     params, master = treedef.unflatten(born)
     where = plan.state_shardings
     finish = jax.jit(
@@ -96,37 +96,3 @@ def _given_state(plan: Plan, key: jax.Array, params: PyTree) -> TrainState:
     )
     step, opt_state, run_key = finish(params, master, key)
     return TrainState(step, params, opt_state, run_key, master)
-
-
-def shard_batch(host_batch: PyTree, plan: Plan) -> PyTree:
-    """Splits a batch by rows over the devices.
-
-    Args:
-      host_batch: a pytree of arrays; the first dimension of each counts rows, the same number in
-        all. With several processes, each passes its own rows.
-      plan: from `make_plan`.
-
-    Returns:
-      The batch as global arrays of the plan's `batch_sharding`.
-
-    Raises:
-      ValueError: a leaf has no rows, leaves disagree on them, or they do not divide by the
-        number of devices, or the mesh is compile-only.
-
-    Example:
-      >>> import jax.numpy as jnp, optax, zerojax as zj
-      >>> init = lambda key: {"w": jnp.zeros((8, 8))}
-      >>> plan = zj.make_plan(init, optax.sgd(0.1), zj.make_mesh(8), stage=2)
-      >>> batch = zj.shard_batch({"x": np.ones((16, 8))}, plan)
-      >>> batch["x"].addressable_shards[0].data.shape
-      (2, 8)
-    """
-    check_plan(plan)
-    check_runs(plan)
-    check_rows(host_batch, len(plan.mesh.local_devices))
-
-    def place(x: jax.Array | np.ndarray) -> jax.Array:
-        # A copy: on CPU the array could share its memory with a buffer that the reader fills again.
-        return jax.make_array_from_process_local_data(plan.batch_sharding, np.array(x))
-
-    return jax.tree.map(place, host_batch)

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.sharding.state import PyTree, owned
-from zerojax.training.checks import flat
-from zerojax.tree import is_below, leaf_path
+from zerojax.tree import is_below, leaf_path, leaves_with_names
 
 
 def match_params(abstract_params: PyTree, params: PyTree) -> list[Any]:
@@ -29,7 +28,7 @@ def match_params(abstract_params: PyTree, params: PyTree) -> list[Any]:
     Raises:
       ValueError: leaves are missing, unknown or no arrays, or their shapes or dtypes do not fit.
     """
-    wanted = flat(abstract_params)
+    wanted = leaves_with_names(abstract_params)
     given = jax.tree.leaves_with_path(params, is_leaf=lambda x: x is None)
     given = [(leaf_path(path), value) for path, value in given]
     for name, tree in (("the plan", wanted), ("params", given)):
@@ -44,7 +43,7 @@ def match_params(abstract_params: PyTree, params: PyTree) -> list[Any]:
     return [found.get(path) for path, _ in wanted]
 
 
-def place(value: Any, array: jax.ShapeDtypeStruct) -> jax.Array:
+def make_leaf(value: Any, array: jax.ShapeDtypeStruct) -> jax.Array:
     """The value cast to the array's dtype, as the shards of its sharding; waits for it.
 
     A jax.Array moves between devices and is not aliased. Of anything else each process reads the

@@ -4,24 +4,20 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.sharding.collectives import device_index, gather_global
-from zerojax.sharding.mesh import DATA
+from zerojax.hardware.devices import platform
 from zerojax.sharding.plan import Plan
-from zerojax.sharding.precision import accumulable, cast
-from zerojax.sharding.state import PyTree, TrainState, merge, select, strong
-from zerojax.training import compiler_options as compiler
+from zerojax.sharding.precision import accumulable
+from zerojax.sharding.state import PyTree, TrainState
 from zerojax.training.checks import (
     check_alive,
     check_batch,
@@ -31,15 +27,16 @@ from zerojax.training.checks import (
     check_state,
     check_types,
 )
+from zerojax.training.compiler_options import options_for
 from zerojax.training.gradients import (
-    enter,
+    call_with_weights,
     gather_params,
-    make_entries,
     make_gradients,
+    make_weights,
     rest_specs,
-    update_specs,
 )
 from zerojax.training.loss import LossFn, Sums
+from zerojax.training.update import update
 
 Metrics = dict[str, Any]
 
@@ -67,8 +64,8 @@ def make_train_step(
       microbatches: how many slices each device makes of its rows, one after another.
       skip_nonfinite: if any gradient is not finite, leave the whole state as it was, bit by bit,
         and report `skipped` = 1 in the metrics.
-      compiler_options: XLA's, as `jax.jit` takes them; None is `zerojax.compiler.GPU_OPTIONS` on
-        GPUs and none elsewhere.
+      compiler_options: XLA's, as `jax.jit` takes them; None is GPU_OPTIONS of
+        `zerojax.training.compiler_options` on GPUs and none elsewhere.
 
     Returns:
       A Step. The state given to it is donated: use the one it returns. `metrics` is a dict of
@@ -103,13 +100,13 @@ def make_train_step(
     gradients = make_gradients(loss_fn, plan, microbatches)
 
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        check_rows(batch, plan.num_devices, microbatches)
+        check_rows(batch, plan.num_batch_shards, microbatches)
         check_types(plan, state)
         sums, grad_sums = gradients(state, batch)
         grads = jax.tree.map(lambda g: accumulable(g) / sums.weight, grad_sums)
         metrics = sums.metrics()
         metrics["grad_norm"] = optax.tree.norm(grads)
-        new = _update(plan, state, grads, metrics["loss"])
+        new = update(plan, state, grads, metrics["loss"])
         if skip_nonfinite:
             finite = jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]).all()
             new = jax.tree.map(functools.partial(jnp.where, finite), new, state)
@@ -147,14 +144,15 @@ def make_eval_step(loss_fn: LossFn, plan: Plan) -> Step:
     check_plan(plan)
 
     def device_sums(params: PyTree, batch: PyTree, key: jax.Array) -> Sums:
-        key = jax.random.fold_in(key, device_index(DATA))
-        entries = make_entries(plan, params)
-        sums = enter(plan, entries, gather_params(plan, entries), loss_fn, batch, key)
+        key = jax.random.fold_in(key, plan.partitioner.batch_index())
+        weights = make_weights(plan, params)
+        whole = gather_params(plan, weights)
+        sums = call_with_weights(plan, weights, whole, loss_fn, batch, key)
         with jax.named_scope("sums"):
             return sums.map(plan.partitioner.all_reduce)
 
     def eval_step(state: TrainState, batch: PyTree) -> Metrics:
-        check_rows(batch, plan.num_devices)
+        check_rows(batch, plan.num_batch_shards)
         check_types(plan, state)
         key = jax.random.fold_in(state.key, state.step)
         run = plan.partitioner.per_device(device_sums, rest_specs(plan), P())
@@ -203,7 +201,7 @@ class Step:
         self.fn, self.donates = fn, donate
         # One step at a time on simulated devices: with many in flight on few cores, the devices of
         # one wait for threads that another holds, until XLA ends the process (seen on jax 0.11).
-        self.simulated = plan.mesh.devices.flat[0].platform == "cpu"
+        self.simulated = platform(plan.mesh) == "cpu"
         replicated = NamedSharding(plan.mesh, P())
         outputs = (plan.state_shardings, replicated) if donate else replicated
         self.jitted = jax.jit(
@@ -211,19 +209,19 @@ class Step:
             in_shardings=(plan.state_shardings, plan.batch_sharding),
             out_shardings=outputs,
             donate_argnums=(0,) if donate else (),
-            compiler_options=compiler.compiler_options(plan.mesh, options),
+            compiler_options=options_for(plan.mesh, options),
             keep_unused=True,  # a leaf of the state that the step does not read is donated too
         )
 
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
         """Runs the step. With `make_train_step` the state is donated."""
         check_runs(self.plan)
-        check_rows(batch, self.plan.num_devices, self.microbatches)
+        check_rows(batch, self.plan.num_batch_shards, self.microbatches)
         check_alive(state)
         if self.simulated:
             jax.block_until_ready(jax.tree.leaves(state)[:1])
         try:
-            return self.jitted(state, jax.tree.map(self._place, batch))
+            return self.jitted(state, jax.tree.map(self._on_mesh, batch))
         except (TypeError, ValueError):
             check_state(self.plan, state)
             check_batch(self.plan, batch)
@@ -231,78 +229,11 @@ class Step:
 
     def lower(self, abstract_state: TrainState, abstract_batch: PyTree) -> jax.stages.Lowered:
         """Lowers for shapes, without arrays; `.compile()` gives the program."""
-        check_rows(abstract_batch, self.plan.num_devices, self.microbatches)
+        check_rows(abstract_batch, self.plan.num_batch_shards, self.microbatches)
         check_state(self.plan, abstract_state)
         return self.jitted.lower(abstract_state, abstract_batch)
 
-    def _place(self, x: Any) -> Any:
+    def _on_mesh(self, x: Any) -> Any:
         """Host arrays go where sharded ones are, so that both kinds run the same program."""
-        placed = isinstance(x, Tracer) or (isinstance(x, jax.Array) and x.committed)
-        return x if placed else jax.device_put(x, self.plan.batch_sharding)
-
-
-def _update(plan: Plan, state: TrainState, grads: PyTree, loss: jax.Array) -> TrainState:
-    """One optimizer update in the global view: the optimizer sees whole arrays, XLA slices them."""
-    trained = [leaf.trained for leaf in plan.params]
-    place = functools.partial(_constrain, plan, specs=update_specs(plan))
-    # With a master copy, it is what the optimizer updates, and parameters are rounded from it.
-    weights = select(state.params, trained) if state.master is None else state.master
-    weights = place(weights)
-    grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
-    more = _extra_args(plan.optimizer, value=loss, grad=grads)
-    with jax.named_scope("update"):  # what the optimizer itself moves, for the audit
-        updates, opt_state = plan.optimizer.update(grads, state.opt_state, weights, **more)
-    weights = place(optax.apply_updates(weights, updates))
-    rounded = place(jax.tree.map(lambda w: cast(w, plan.precision.params), weights))
-    new = TrainState(
-        step=state.step + 1,
-        params=merge(state.params, _at_rest(plan, rounded)),
-        opt_state=strong(opt_state),
-        key=state.key,
-        master=None if state.master is None else weights,
-    )
-    check_types(
-        plan,
-        new,
-        "The optimizer's update changed it: a state must keep its arrays and types from step to "
-        "step. Set the optimizer's dtype arguments (such as mu_dtype) to match.",
-    )
-    return new
-
-
-def _at_rest(plan: Plan, params: PyTree) -> PyTree:
-    """The updated parameters on their specs at rest; at stages 1 and 2 they become whole here.
-
-    At stage 2 the largest come first, and each waits until the fourth before it is whole. Left
-    alone, XLA puts the pieces of all together after the last gather, where nothing hides it. (At
-    stage 1 the gradients too come in an order of XLA's, and waiting for another costs more.)
-    """
-    leaves, treedef = jax.tree.flatten(params)
-    rest = [leaf.rest for leaf in plan.params if leaf.trained]
-    cuts, gathered = update_specs(plan), []
-    for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
-        if cuts[i] == rest[i] or any(rest[i]):
-            leaves[i] = lax.with_sharding_constraint(leaves[i], NamedSharding(plan.mesh, rest[i]))
-            continue
-        if plan.stage.splits_grads and len(gathered) >= 4:
-            last = gathered[-4]
-            leaves[i], leaves[last] = lax.optimization_barrier((leaves[i], leaves[last]))
-        leaves[i] = gather_global(leaves[i], cuts[i], plan.mesh, DATA)
-        gathered.append(i)
-    return treedef.unflatten(leaves)
-
-
-def _extra_args(optimizer: optax.GradientTransformation, **available: Any) -> dict[str, Any]:
-    """Those of the available keyword arguments that the optimizer's update takes."""
-    parameters = inspect.signature(optimizer.update).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return available
-    return {name: value for name, value in available.items() if name in parameters}
-
-
-def _constrain(plan: Plan, tree: PyTree, specs: list[P]) -> PyTree:
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten(
-        lax.with_sharding_constraint(x, NamedSharding(plan.mesh, spec))
-        for x, spec in zip(leaves, specs, strict=True)
-    )
+        there = isinstance(x, Tracer) or (isinstance(x, jax.Array) and x.committed)
+        return x if there else jax.device_put(x, self.plan.batch_sharding)
