@@ -67,8 +67,12 @@ def platform(mesh: Mesh) -> str:
     >>> platform(jax.make_mesh((1,), ("data",)))
     'cpu'
     """
-    name = mesh.devices.flat[0].platform
-    return "gpu" if name == "cuda" else name  # so are called those for the compiler alone
+    return platform_of(mesh.devices.flat[0])
+
+
+def platform_of(device: Any) -> str:
+    """As `platform`, of one device."""
+    return "gpu" if device.platform == "cuda" else device.platform  # so the compiler's own say
 
 
 def may_have_accelerator() -> bool:

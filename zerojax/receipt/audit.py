@@ -15,11 +15,11 @@ from zerojax.hardware.targets import target as get_target
 from zerojax.receipt import hlo
 from zerojax.receipt.hlo_collectives import Collective, collectives
 from zerojax.receipt.hlo_inputs import read_inputs, shapes
-from zerojax.receipt.memory import memory_report
+from zerojax.receipt.memory import compiled_peak, memory_report
 from zerojax.receipt.notes import find_notes
 from zerojax.receipt.peak import predict_peak
 from zerojax.receipt.recorder import record_stacks
-from zerojax.receipt.report import Audit, CompiledPeak
+from zerojax.receipt.report import Audit
 from zerojax.receipt.rules import Evidence, Finding, find
 from zerojax.receipt.theory import expected_bytes
 from zerojax.receipt.timeline import replay
@@ -170,7 +170,7 @@ def audit_compiled(
         target=hardware,
         rest=memory_report(plan, state),
         compiled_rest=rest,
-        peak=_peak(compiled, evidence.on_cpu),
+        peak=compiled_peak(compiled, evidence.on_cpu),
         moves=tuple(moves),
         expected=expected,
         timeline=None if hardware.gpu is None else replay(program, hardware),
@@ -206,20 +206,6 @@ def _text(compiled: jax.stages.Compiled) -> str:
     if not text:
         raise ValueError("the compiled program has no text on this backend; nothing to audit.")
     return text
-
-
-def _peak(compiled: jax.stages.Compiled, on_cpu: bool) -> CompiledPeak:
-    sizes = compiled.memory_analysis()
-    assert sizes is not None
-    peak = CompiledPeak(
-        arguments=sizes.argument_size_in_bytes,
-        outputs=sizes.output_size_in_bytes,
-        aliased=sizes.alias_size_in_bytes,
-        temporary=sizes.temp_size_in_bytes,
-        total=sizes.peak_memory_in_bytes,
-    )
-    # On CPU what XLA reports as the peak is something else.
-    return peak._replace(total=peak.allocated) if on_cpu else peak
 
 
 def _growth(moves: Sequence[Move], larger: Sequence[Collective]) -> list[Finding]:

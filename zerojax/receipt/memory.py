@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes per device of each kind of state: by formula, by the plan, and as measured."""
+"""Bytes per device: of each kind of state by formula, plan and measured; of a program, by XLA."""
 
 from __future__ import annotations
 
@@ -86,3 +86,40 @@ def live_bytes(tree: PyTree) -> int:
         for shard in x.addressable_shards:
             totals[shard.device] += shard.data.nbytes
     return max(totals.values(), default=0)
+
+
+class CompiledPeak(NamedTuple):
+    """Bytes per device while the program runs, as XLA assigned them.
+
+    Attributes:
+      arguments: the state and the batch.
+      outputs: results; of them `aliased` take over memory of arguments.
+      temporary: everything in between: gathered weights, gradients, activations.
+      total: the most at any time. On CPU, where XLA does not say, the sum of all.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporary: int
+    total: int
+
+    @property
+    def allocated(self) -> int:
+        """What the program is given to run in; more than `total` by gaps between arrays."""
+        return self.arguments + self.outputs - self.aliased + self.temporary
+
+
+def compiled_peak(compiled: jax.stages.Compiled, on_cpu: bool) -> CompiledPeak:
+    """What XLA assigned to a compiled program."""
+    sizes = compiled.memory_analysis()
+    assert sizes is not None
+    peak = CompiledPeak(
+        arguments=sizes.argument_size_in_bytes,
+        outputs=sizes.output_size_in_bytes,
+        aliased=sizes.alias_size_in_bytes,
+        temporary=sizes.temp_size_in_bytes,
+        total=sizes.peak_memory_in_bytes,
+    )
+    # On CPU what XLA reports as the peak is something else.
+    return peak._replace(total=peak.allocated) if on_cpu else peak

@@ -8,10 +8,10 @@ import dataclasses
 import json
 import textwrap
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from zerojax.hardware.targets import Target
-from zerojax.receipt.memory import MemoryReport
+from zerojax.receipt.memory import CompiledPeak, MemoryReport
 from zerojax.receipt.peak import WHAT, Peak
 from zerojax.receipt.rules import Finding
 from zerojax.receipt.theory import Expected
@@ -22,28 +22,6 @@ from zerojax.sharding.stage import STATE_KINDS
 from zerojax.table import format_bytes, format_table
 
 WIDTH = 100  # columns
-
-
-class CompiledPeak(NamedTuple):
-    """Bytes per device while the program runs, as XLA assigned them.
-
-    Attributes:
-      arguments: the state and the batch.
-      outputs: results; of them `aliased` take over memory of arguments.
-      temporary: everything in between: gathered weights, gradients, activations.
-      total: the most at any time. On CPU, where XLA does not say, the sum of all.
-    """
-
-    arguments: int
-    outputs: int
-    aliased: int
-    temporary: int
-    total: int
-
-    @property
-    def allocated(self) -> int:
-        """What the program is given to run in; more than `total` by gaps between arrays."""
-        return self.arguments + self.outputs - self.aliased + self.temporary
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

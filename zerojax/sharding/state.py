@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zerojax.hardware.devices import platform_of
 from zerojax.sharding.precision import Precision, cast
 
 PyTree = Any
@@ -98,6 +99,6 @@ def strong(tree: PyTree) -> PyTree:
 
 def owned(array: jax.Array) -> jax.Array:
     """The array in memory that a step may be given: on CPUs, what was made of NumPy's is copied."""
-    if next(iter(array.sharding.device_set)).platform != "cpu":
+    if platform_of(next(iter(array.sharding.device_set))) != "cpu":
         return array
     return jax.block_until_ready(jax.device_put(jnp.array(array, copy=True), array.sharding))
