@@ -22,6 +22,7 @@ from scripts.parts.mesh import make_mesh
 from scripts.parts.model import make_config, make_optimizer, make_plan
 from scripts.parts.text import Bytes, TokenizerFile, check_batch
 from zerojax.receipt.planner import find_target
+from zerojax.sharding.axes import num_batch_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,7 @@ def audit(options: Options) -> zj.Audit:
     optimizer, _ = make_optimizer(options)
     how = {name: getattr(options, name) for name in ("stage", "precision", "partitioner")}
     plan = make_plan(config, optimizer, mesh, **how)
-    check_batch(options.batch, mesh.size, options.microbatches)
+    check_batch(options.batch, num_batch_shards(mesh), options.microbatches)
     step = zj.make_train_step(
         partial(transformer.loss_fn, config),
         plan,

@@ -36,6 +36,7 @@ from scripts.parts.options import check_least
 from scripts.parts.text import check_batch
 from scripts.parts.timing import Program, announce, repeat, time_steps, unsharded_step
 from zerojax.receipt.memory import live_bytes
+from zerojax.sharding.axes import num_batch_shards
 from zerojax.table import format_bytes, format_table
 
 
@@ -148,7 +149,7 @@ def main(options: Options) -> dict[str, float]:
         return {"blocked": print_saves(seconds, options.params_mb)}
     config = transformer.preset(options.model, num_layers=options.layers, seq_len=options.seq)
     mesh = make_mesh(options.devices)
-    check_batch(options.batch, mesh.size)
+    check_batch(options.batch, num_batch_shards(mesh))
     if options.out is not None:
         return sweep(config, mesh.size, options.batch, options.rounds, options.model, options.out)
     programs = make_programs(config, mesh, options.batch)

@@ -29,6 +29,7 @@ from scripts.parts.text import (
     split_text,
 )
 from scripts.parts.weights import finest_params, read_safetensors, write_safetensors
+from zerojax.sharding.axes import num_batch_shards
 from zerojax.table import format_bytes
 
 
@@ -86,7 +87,7 @@ def main(options: Options) -> list[float]:
     tokens = TokenizerFile(options.tokenizer) if options.tokenizer else Bytes()
     sizes = {"num_layers": options.layers, "seq_len": options.seq, "vocab_size": tokens.vocab_size}
     config, mesh = transformer.preset(options.model, **sizes), make_mesh(options.devices)
-    check_batch(options.batch, mesh.size)
+    check_batch(options.batch, num_batch_shards(mesh))
     text = split_text(read_text(options.data, tokens, config.vocab_size), config.seq_len)
     batches, held_out = (make_batches(part, options.batch, options.seed) for part in text)
     validation = [next(held_out)]

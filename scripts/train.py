@@ -27,6 +27,7 @@ from scripts.parts.text import (
 )
 from scripts.parts.weights import read_initial
 from zerojax.hardware.hosts import exit_process
+from zerojax.sharding.axes import num_batch_shards
 
 
 def main(options: Options) -> Summary:
@@ -42,7 +43,7 @@ def main(options: Options) -> Summary:
     how = {name: getattr(options, name) for name in ("stage", "precision", "partitioner")}
     plan = make_plan(config, optimizer, mesh, **how)
     given = read_initial(options.init_from, plan)
-    check_batch(options.batch, mesh.size, options.microbatches)
+    check_batch(options.batch, num_batch_shards(mesh), options.microbatches)
 
     text = read_text(options.data, tokenizer, config.vocab_size)
     windows, held_out = split_text(text, config.seq_len)

@@ -19,6 +19,7 @@ import zerojax as zj
 from scripts.parts.mesh import make_mesh
 from scripts.parts.options import check_least
 from scripts.parts.text import check_batch
+from zerojax.sharding.axes import num_batch_shards
 
 norm = jax.nn.standardize  # a LayerNorm that learns nothing
 SIDE, PATCH, D_MODEL, LAYERS, HEADS = 16, 4, 64, 3, 4
@@ -94,7 +95,7 @@ def main(options: Options) -> float:
     """Compare with one device, train, and return the accuracy on 1024 new images."""
     check_least(options, {"devices": 1, "steps": 1, "batch": 1})
     mesh, rng = make_mesh(options.devices), np.random.default_rng(0)
-    check_batch(options.batch, mesh.size)
+    check_batch(options.batch, num_batch_shards(mesh))
     optimizer = optax.adam(optax.cosine_onecycle_schedule(options.steps, 5e-3), b2=0.99)
     plan = zj.make_plan(init_params, optimizer, mesh, stage=options.stage, layers=("blocks",))
     same = zj.check_against_unsharded(loss_fn, plan, draw_images(rng, mesh.size)).check()

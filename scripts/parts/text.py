@@ -183,11 +183,13 @@ def split_text(text: Text, seq: int, held_out: float = 0.05) -> tuple[Windows, W
     return Windows(text.ids[:cut], seq, "training"), Windows(text.ids[cut:], seq, "validation")
 
 
-def check_batch(rows: int, num_devices: int, microbatches: int = 1) -> None:
-    """Raise ValueError unless devices and microbatches can share the rows of a batch."""
-    multiple = num_devices * microbatches
+def check_batch(rows: int, num_batch_shards: int, microbatches: int = 1) -> None:
+    """Raise ValueError unless devices that differ in rows, and microbatches, can share a batch."""
+    multiple = num_batch_shards * microbatches
     if found := near_rows(rows, multiple):
-        product = f"{num_devices} devices x {microbatches} microbatches = {multiple}"
+        product = (
+            f"{num_batch_shards} data-parallel devices x {microbatches} microbatches = {multiple}"
+        )
         near = " or ".join(str(fit) for fit in found if fit)
         raise ValueError(f"--batch: {rows} rows, not a multiple of {product}; give --batch {near}")
 

@@ -148,7 +148,7 @@ def test_what_it_refuses(plan, batch):
     with pytest.raises(ValueError, match=r"draws random numbers, .* Pass the variant without drop"):
         zj.check_against_unsharded(drops, plan, batch)
     rows = jax.tree.map(lambda x: x[:12], batch)
-    with pytest.raises(ValueError, match="has 12 rows, not a multiple of 8 devices"):
+    with pytest.raises(ValueError, match="has 12 rows, not a multiple of 8 data-parallel devices"):
         zj.check_against_unsharded(sum_over_rows, plan, rows)
     absent = zj.make_plan(init, optax.adam(1e-3), zj.make_mesh(target="simulated:8"), stage=3)
     assert zj.check_against_unsharded(sum_over_rows, absent, batch).same

@@ -48,7 +48,10 @@ def test_bench_prints_a_ratio_for_every_program(capsys):
         ({"devices": 0}, r"--devices: 0 is too few; give 1 or more"),
         ({"devices": 9}, r"--devices: 9 wanted, 8 here \(cpu\); give --devices 8 or fewer"),
         ({"devices": 3, "batch": 6}, r"max_unsharded.* try --devices 1, 2, 4 or 8"),
-        ({"batch": 12}, r"--batch: 12 rows, not a multiple of 8 devices .* --batch 8 or 16"),
+        (
+            {"batch": 12},
+            r"--batch: 12 rows, not a multiple of 8 data-parallel devices .* --batch 8 or 16",
+        ),
     ],
 )
 def test_what_it_refuses_before_it_compiles(change, message, capsys):
@@ -115,7 +118,7 @@ def test_the_sweep_writes_a_table_and_a_picture(tmp_path, capsys, monkeypatch):
     ("change", "message"),
     [
         ({"devices": 1}, r"--devices: a sweep with 1 device shows nothing; give 2 or more"),
-        ({"batch": 16}, r"8 devices x 4 microbatches = 32; give --batch 32"),
+        ({"batch": 16}, r"8 data-parallel devices x 4 microbatches = 32; give --batch 32"),
         ({"out": ROOT / "Makefile" / "x"}, r"--out: cannot make the folder .*Makefile/x \(Not a"),
     ],
 )

@@ -257,7 +257,7 @@ def test_batches_that_cannot_be_made(arguments, message):
 def test_rows_that_devices_and_microbatches_cannot_share():
     check_batch(12, 2, 3)
     with pytest.raises(
-        ValueError, match=r"^--batch: 8 rows, not a multiple of 2 devices x 3 micro"
+        ValueError, match=r"^--batch: 8 rows, not a multiple of 2 data-parallel devices x 3 micro"
     ):
         check_batch(8, 2, 3)
     with pytest.raises(ValueError, match=r"= 6; give --batch 6 or 12$"):

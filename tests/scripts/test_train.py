@@ -172,10 +172,13 @@ def test_updates_that_are_not_finite_can_be_skipped(options, folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batch": 12}, r"--batch: 12 rows, not a multiple of 8 devices .* give --batch 8 or 16"),
+        (
+            {"batch": 12},
+            r"--batch: 12 rows, not a multiple of 8 data-parallel devices .* give --batch 8 or 16",
+        ),
         ({"batch": 0}, r"--batch: 0 is too few; give 1 or more"),
         ({"microbatches": 0}, r"--microbatches: 0 is too few; give 1 or more"),
-        ({"microbatches": 2}, r"8 devices x 2 microbatches = 16; give --batch 16$"),
+        ({"microbatches": 2}, r"8 data-parallel devices x 2 microbatches = 16; give --batch 16$"),
         ({"devices": 0}, r"--devices: 0 is too few; give 1 or more"),
         ({"devices": 9}, r"--devices: 9 wanted, 8 here \(cpu\); .* only before JAX starts"),
         ({"devices": 3, "batch": 6}, r"max_unsharded.* try --devices 1, 2, 4 or 8"),

@@ -165,7 +165,9 @@ def good_loss(params, batch, key):
 def test_microbatches_must_divide_the_rows():
     plan = plan_of()
     step = zj.make_train_step(good_loss, plan, microbatches=4)
-    with pytest.raises(ValueError, match=r"16 rows.* 8 devices x 4 microbatches = 32. Pad to 32"):
+    with pytest.raises(
+        ValueError, match=r"16 rows.* 8 data-parallel devices x 4 microbatches = 32. Pad to 32"
+    ):
         step(zj.init_state(plan, jax.random.key(0)), zj.shard_batch(rows(x=(16, 16)), plan))
 
 

@@ -45,12 +45,12 @@ def near_rows(rows: int, multiple: int) -> tuple[int, int] | None:
     return None if rows and below == rows else (below, below + multiple)
 
 
-def check_rows(batch: PyTree, num_devices: int, microbatches: int = 1) -> None:
-    """Raises ValueError unless every leaf has the same rows, a multiple of devices x microbatches.
+def check_rows(batch: PyTree, num_batch_shards: int, microbatches: int = 1) -> None:
+    """Raises ValueError unless every leaf has the same rows, a multiple of shards x microbatches.
 
     Args:
       batch: a pytree of arrays or of their shapes.
-      num_devices: devices that share these rows.
+      num_batch_shards: into how many parts these rows are cut, by `Plan.num_batch_shards`.
       microbatches: number of slices that each device makes of its rows.
     """
     leaves = [(leaf_path(path), np.shape(x)) for path, x in jax.tree.leaves_with_path(batch)]
@@ -68,14 +68,14 @@ def check_rows(batch: PyTree, num_devices: int, microbatches: int = 1) -> None:
                 f"batch leaf {path!r} has {shape[0]} rows and {first_path!r} has "
                 f"{first_shape[0]}; all leaves of a batch need the same rows."
             )
-    rows, multiple = first_shape[0], num_devices * microbatches
+    rows, multiple = first_shape[0], num_batch_shards * microbatches
     if near := near_rows(rows, multiple):
         times = f" x {microbatches} microbatches = {multiple}" if microbatches > 1 else ""
         less, more = near
         fewer = f"Drop {rows - less}, or pad" if less else "Pad"
         raise ValueError(
-            f"batch leaf {first_path!r} has {rows} rows, not a multiple of {num_devices} "
-            f"devices{times}. {fewer} to {more} with rows of weight 0."
+            f"batch leaf {first_path!r} has {rows} rows, not a multiple of "
+            f"{num_batch_shards} data-parallel devices{times}. {fewer} to {more} with rows of weight 0."
         )
 
 
@@ -143,6 +143,6 @@ def check_batch(plan: Plan, batch: PyTree) -> None:
         if committed and not x.sharding.is_equivalent_to(plan.batch_sharding, x.ndim):
             raise ValueError(
                 f"batch leaf {path!r} {list(x.shape)} is committed to {len(x.devices())} device(s) "
-                f"as {x.sharding}; the plan splits its rows over {plan.num_devices}. Pass it "
+                f"as {x.sharding}; the plan cuts its rows into {plan.num_batch_shards}. Pass it "
                 "through zerojax.shard_batch."
             )
