@@ -18,6 +18,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_opti
 import jax
 
 import zerojax as zj
+from tests import toy
 
 zj.simulate_devices(8)
 
@@ -41,6 +42,15 @@ def unload_after_each_file():
 
 def pytest_sessionfinish():
     cache.share(OWN_CACHE)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The worst error of all runs that were compared with the oracle."""
+    reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
+    found = [x for report in reports for name, x in report.user_properties if name == toy.ERROR]
+    if found:
+        said = f"{max(found):.1e} in {len(found)} tests; the limit is {toy.RTOL:.0e}"
+        terminalreporter.write_line(f"largest relative error against plain optax: {said}")
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,8 @@ import zerojax as zj
 
 VOCAB, TARGETS, ROWS, TOKENS, STEPS = 33, 17, 32, 7, 5  # 33 = 4 * 8 + 1
 KEY = 3
+RTOL = 2e-5  # of what equals the oracle
+ERROR = "relative error"  # under which a test records what it found
 
 
 def init_params(key):
