@@ -75,7 +75,8 @@ def check_rows(batch: PyTree, num_batch_shards: int, microbatches: int = 1) -> N
         fewer = f"Drop {rows - less}, or pad" if less else "Pad"
         raise ValueError(
             f"batch leaf {first_path!r} has {rows} rows, not a multiple of "
-            f"{num_batch_shards} data-parallel devices{times}. {fewer} to {more} with rows of weight 0."
+            f"{num_batch_shards} data-parallel devices{times}. {fewer} to {more} with rows of "
+            "weight 0."
         )
 
 
