@@ -162,7 +162,8 @@ class Target:
         return min(self.link_bandwidth, self.network_bandwidth * gpus_per_host)
 
 
-RATES = [field.name for field in dataclasses.fields(Target)][4:]
+HARDWARE = ("name", "gpu", "hosts", "gpus_per_host")  # what a Target is; the rest are its rates
+RATES = [x.name for x in dataclasses.fields(Target) if x.name not in HARDWARE]
 
 
 def target(name: str | Target, **rates: float) -> Target:

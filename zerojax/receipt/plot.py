@@ -85,11 +85,13 @@ def _draw_streams(axes: Any, receipt: Audit, line: Timeline, first: float, last:
     for event in line.events:
         bars[event.stream, event.kind].append((event.start * 1e3, (event.end - event.start) * 1e3))
     named = set()
-    for (stream, kind), spans in sorted(bars.items(), key=lambda item: lanes[item[0][0]]):
+    for stream, kind in sorted(bars, key=lambda key: lanes[key[0]]):
         label = kind if kind not in named else None
         named.add(kind)
         lane = (lanes[stream] - 0.4, 0.8)
-        axes.broken_barh(spans, lane, color=colors.get(kind, "C5"), label=label, linewidth=0)
+        axes.broken_barh(
+            bars[stream, kind], lane, color=colors.get(kind, "C5"), label=label, linewidth=0
+        )
     axes.set_yticks(list(lanes.values()), ["compute", "link", "exposed"])
     axes.invert_yaxis()
     step = line.seconds * 1e3

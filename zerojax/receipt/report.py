@@ -248,9 +248,8 @@ def _moved(receipt: Audit) -> str:
         where = "in loops" if move.collective.loops else "outside"
         groups[move.part, move.collective.kind, move.dtype, where].append(move)
     rows = []
-    for (part, kind, dtype, where), moves in sorted(
-        groups.items(), key=lambda item: (PARTS.index(item[0][0]), item[0][1:])
-    ):
+    for part, kind, dtype, where in sorted(groups, key=lambda key: (PARTS.index(key[0]), key)):
+        moves = groups[part, kind, dtype, where]
         times = sum({id(m.collective): m.collective.times for m in moves}.values())
         late = {m.collective.is_async for m in moves}
         way = "both" if len(late) == 2 else "async" if late == {True} else "sync"

@@ -160,10 +160,10 @@ class _Replay:
             self.now = end
 
     def compute(self, x: Instruction, computation: Computation, loops: tuple) -> None:
-        place = computation.name, x.name
-        if place not in self.costs:
-            self.costs[place] = cost_of(self.program, computation, x)
-        cost = self.costs[place]
+        key = computation.name, x.name
+        if key not in self.costs:
+            self.costs[key] = cost_of(self.program, computation, x)
+        cost = self.costs[key]
         if cost is None:
             return
         kind = "attention" if cost.attention_flops else "matmul" if cost.matmul_flops else "other"

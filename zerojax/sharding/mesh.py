@@ -87,8 +87,9 @@ def check_mesh(mesh: Mesh) -> None:
         if kind != AxisType.Auto
     ]
     if explicit:
+        name, kind = explicit[0]
         raise ValueError(
-            f"mesh axis {explicit[0][0]!r} is of type {explicit[0][1].name}; zerojax places "
+            f"mesh axis {name!r} is of type {kind.name}; zerojax places "
             "arrays itself and needs AxisType.Auto. Use zerojax.make_mesh(), or "
             "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,))."
         )
