@@ -40,6 +40,12 @@ def unload_after_each_file():
     unload_programs()
 
 
+def pytest_configure(config):
+    """JAX writes programs for GPUs that are not here, and cannot read them: it compiles again."""
+    unread = "Error reading persistent compilation cache entry.*PjRtCompiler must be constructed"
+    config.addinivalue_line("filterwarnings", f"ignore:{unread}:UserWarning")
+
+
 def pytest_sessionfinish():
     cache.share(OWN_CACHE)
 

@@ -799,9 +799,9 @@ if sys.argv[3] == "save":
     sys.exit()
 one = lambda key: {"w": jnp.ones((8, 8))}
 small = zj.make_plan(one, optax.adamw(1e-3), zj.make_mesh(), stage=3)
-with zj.Checkpointer(sys.argv[1] + sys.argv[3], small) as checkpoints:
+with zj.Checkpointer("".join(sys.argv[1:]), small) as checkpoints:
     checkpoints.save(zj.init_state(small, jax.random.key(0)))
-zj.restore(sys.argv[1] + sys.argv[3], small)  # what the libraries need
+zj.restore("".join(sys.argv[1:]), small)  # what the libraries need
 gc.collect()
 before, most, done = resident(), [0.0], threading.Event()
 
