@@ -22,7 +22,7 @@ from scripts.parts.loop import Progress
 from scripts.parts.text import Windows, make_batches
 from scripts.parts.weights import write_safetensors
 from scripts.train import Options, main
-from tests import ROOT
+from tests import ROOT, cache
 from tests.hardware.test_hosts import children, finish, flags, launched
 from tests.scripts.test_train import TEXT, command, read_rows
 from zerojax.checkpoint import folder as saves
@@ -277,21 +277,15 @@ def read_rows_so_far(out):
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-FAST = {
-    "XLA_FLAGS": "--xla_backend_optimization_level=0",
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-}
-
-
 class Run:
     """`scripts.train` as a process that makes steps until it is stopped."""
 
-    def __init__(self, options, out, cache):
+    def __init__(self, options, out, **environment):
         small = "--layers 1 --seq 16 --batch 8 --devices 2 --steps 100000 --eval-every 50"
         more = f"--eval-batches 1 --save-every 1 --sample 0 --dropout 0.1 --out {out}"
         data = ["--data", str(options.data[0])]
         self.out = out
-        self.environment = {**os.environ, **FAST, "JAX_COMPILATION_CACHE_DIR": str(cache)}
+        self.environment = {**os.environ, **environment}
         self.arguments = command(*small.split(), *more.split(), *data)
 
     def rows(self):
@@ -337,7 +331,7 @@ def check_after_kill(run):
 def kill_and_compare(options, folder, kills):
     """Kill a run at random moments; its rows are in the end those of a run never killed."""
     chance = random.Random(kills)
-    killed = Run(options, folder / "killed", folder / "cache")
+    killed = Run(options, folder / "killed", **cache.READ_ONLY)
     newest = 0
     for number in range(kills):
         killed.start()
@@ -355,7 +349,7 @@ def kill_and_compare(options, folder, kills):
     assert killed.process.returncode == 0, said
     assert "damaged" not in said
 
-    reference = Run(options, folder / "reference", folder / "cache")
+    reference = Run(options, folder / "reference")
     reference.start()
     reference.wait_for_rows(len(killed.rows()))
     reference.end(signal.SIGTERM)
@@ -364,18 +358,9 @@ def kill_and_compare(options, folder, kills):
     assert len(found) > 2 * kills  # the kills did not keep it from going on
 
 
-def test_killed_at_random_moments(options, tmp_path):
-    kill_and_compare(options, tmp_path, kills=2)
-
-
-@pytest.mark.full
-def test_killed_at_50_random_moments(options, tmp_path):
-    kill_and_compare(options, tmp_path, kills=50)
-
-
 def test_sigterm_saves_and_exits_with_0(options, tmp_path):
     """Within a step and a save; this step takes milliseconds, the compile before it seconds."""
-    run = Run(options, tmp_path / "run", tmp_path / "cache")
+    run = Run(options, tmp_path / "run")
     run.start()
     run.wait_for_rows(3)
     begun = time.monotonic()
@@ -385,6 +370,15 @@ def test_sigterm_saves_and_exits_with_0(options, tmp_path):
     assert "saving after this step, then stopping; SIGTERM received" in said
     newest = saves.find_saves(run.out / "checkpoints")[0]
     assert newest.step == run.rows()[-1]["step"]
+
+
+def test_killed_at_random_moments(options, tmp_path):
+    kill_and_compare(options, tmp_path, kills=2)
+
+
+@pytest.mark.full
+def test_killed_at_50_random_moments(options, tmp_path):
+    kill_and_compare(options, tmp_path, kills=50)
 
 
 def test_one_of_two_processes_is_killed_and_the_run_goes_on(options):
