@@ -70,7 +70,7 @@ def other_axis_mesh():
         ),
         (
             lambda: plan_of(lambda key: {"vocab": jnp.ones((50257, 3)), "w": jnp.ones((8, 8))}),
-            ["100.0% of", "8 devices", "max_unsharded=2.0%", "'vocab' (50257, 3)", "603 kB", "Pad"],
+            ["100.0% of", "8 shards", "max_unsharded=2.0%", "'vocab' (50257, 3)", "603 kB", "Pad"],
         ),
         (lambda: plan_of(stage=3.0), ["stage is 3.0"]),
         (lambda: zj.Precision(reduce=jnp.float8_e4m3fn), ["Precision.reduce", "16 or more bits"]),
@@ -110,7 +110,7 @@ def rows(**shapes):
     [
         (
             rows(tokens=(12, 3)),
-            ["'tokens' has 12 rows", "8 devices.", "Drop 4, or pad to 16", "weight 0"],
+            ["'tokens' has 12 rows", "8 data-parallel devices.", "Drop 4, or pad to 16", "weight 0"],
         ),
         (rows(x=(8, 3), y=(16, 3)), ["'y' has 16 rows", "'x' has 8"]),
         (rows(x=(8, 3), scale=()), ["'scale' is a scalar", "Repeat it"]),
