@@ -20,8 +20,8 @@ from models import transformer
 from scripts.parts import options as training
 from scripts.parts.mesh import make_mesh
 from scripts.parts.model import make_config, make_optimizer, make_plan
+from scripts.parts.options import find_target
 from scripts.parts.text import Bytes, TokenizerFile, check_batch
-from zerojax.receipt.planner import find_target
 from zerojax.sharding.axes import num_batch_shards
 
 

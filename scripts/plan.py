@@ -28,7 +28,7 @@ import tyro
 import zerojax as zj
 from models import transformer
 from scripts.parts import paper
-from scripts.parts.options import check_least
+from scripts.parts.options import check_least, find_target
 from scripts.parts.timing import announce
 from zerojax.hardware.targets import Target
 from zerojax.receipt.planner import (
@@ -38,7 +38,6 @@ from zerojax.receipt.planner import (
     by_promise,
     compile_row,
     describe,
-    find_target,
     global_batch,
     num_params,
     predict,

@@ -5,7 +5,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
+import zerojax as zj
 from models import transformer
+from zerojax.hardware.targets import Target
 
 # The least that an option may be.
 LEAST = {"layers": 1, "seq": 1, "vocab": 1, "devices": 1, "steps": 1, "batch": 1, "microbatches": 1}
@@ -89,3 +91,9 @@ def check_least(options: Any, least: dict[str, int]) -> None:
         if value is not None and value < smallest:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag}: {value} is too few; give {smallest} or more")
+
+
+def find_target(name: str, options: Any) -> Target:
+    """The GPUs of that name, at the bandwidths that the options ask for, in GB/s."""
+    rates = {rate: getattr(options, rate) for rate in ("link_bandwidth", "network_bandwidth")}
+    return zj.target(name, **{rate: x * 1e9 for rate, x in rates.items() if x is not None})

@@ -110,7 +110,12 @@ def rows(**shapes):
     [
         (
             rows(tokens=(12, 3)),
-            ["'tokens' has 12 rows", "8 data-parallel devices.", "Drop 4, or pad to 16", "weight 0"],
+            [
+                "'tokens' has 12 rows",
+                "8 data-parallel devices",
+                "Drop 4, or pad to 16",
+                "of weight 0",
+            ],
         ),
         (rows(x=(8, 3), y=(16, 3)), ["'y' has 16 rows", "'x' has 8"]),
         (rows(x=(8, 3), scale=()), ["'scale' is a scalar", "Repeat it"]),

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from zerojax.hardware.targets import Target
-from zerojax.hardware.targets import target as get_target
 from zerojax.receipt.audit import audit_compiled
 from zerojax.receipt.peak import Peak, predict_peak
 from zerojax.receipt.theory import bytes_per_param, expected_bytes
@@ -115,12 +114,6 @@ class Row:
             "fits": self.fits(usable_bytes),
             "compiled": self.compiled and dataclasses.asdict(self.compiled),
         }
-
-
-def find_target(name: str, options: Any) -> Target:
-    """The GPUs of that name, at the bandwidths that the options ask for, in GB/s."""
-    rates = {rate: getattr(options, rate) for rate in ("link_bandwidth", "network_bandwidth")}
-    return get_target(name, **{rate: x * 1e9 for rate, x in rates.items() if x is not None})
 
 
 def predict(case: Case) -> Row:
