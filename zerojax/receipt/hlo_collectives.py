@@ -20,6 +20,15 @@ KINDS = (
 )
 
 
+def ring(num_devices: int) -> float:
+    """The share of a whole array that each of so many devices sends to gather or scatter it.
+
+    >>> ring(8)
+    0.875
+    """
+    return (num_devices - 1) / num_devices
+
+
 class Collective(NamedTuple):
     """A collective, with what one device sends and what it is for.
 
@@ -61,7 +70,7 @@ class Collective(NamedTuple):
         if self.kind in ("collective-permute", "collective-broadcast"):
             return self.whole_bytes if num_devices > 1 else 0
         passes = 2 if self.kind == "all-reduce" else 1
-        return passes * self.whole_bytes * (num_devices - 1) / num_devices
+        return passes * self.whole_bytes * ring(num_devices)
 
 
 def collectives(program: Program) -> tuple[Collective, ...]:

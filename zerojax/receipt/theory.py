@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from zerojax.engine.observer import StackRecord
 from zerojax.hardware.devices import platform
+from zerojax.receipt.hlo_collectives import ring
 from zerojax.receipt.traffic import THEORY_PARTS, Move
 from zerojax.sharding.collectives import Auto
 from zerojax.sharding.leaves import Leaf
@@ -77,17 +78,17 @@ def expected_bytes(
         times = max(len(uses), 1)  # as often a gradient leaves the backward
         reduces = leaf.trained and training
         if leaf.split.dim is None or stage.number == 0:
-            sent = _bytes(plan, leaf, plan.precision.reduce) * _ring(plan.num_batch_shards)
+            sent = _bytes(plan, leaf, plan.precision.reduce) * ring(plan.num_batch_shards)
             parts[part] += 2 * sent * (times if at_once else 1) if reduces else 0.0
             continue
-        ring = _ring(plan.num_shards)
+        share = ring(plan.num_shards)
         if reduces:
-            sent = _bytes(plan, leaf, plan.precision.reduce) * ring * scatter
+            sent = _bytes(plan, leaf, plan.precision.reduce) * share * scatter
             parts[part] += (
                 sent * stage.num_reduces(microbatches) * (times if stage.splits_grads else 1)
             )
         if stage.splits_params:
-            gather = _bytes(plan, leaf, plan.precision.compute) * ring
+            gather = _bytes(plan, leaf, plan.precision.compute) * share
             parts[part] += 0.0 if uses else gather
             for use in uses:
                 both = use.regathers and training  # in the forward and in the backward
@@ -95,7 +96,7 @@ def expected_bytes(
                 parts[part] += gather * passes
                 ahead += gather * passes * use.prefetch / use.num_layers
         elif reduces:
-            parts["optimizer"] += _bytes(plan, leaf, plan.precision.params) * ring
+            parts["optimizer"] += _bytes(plan, leaf, plan.precision.params) * share
     return Expected(parts, ahead)
 
 
@@ -114,7 +115,7 @@ def bytes_per_param(plan: Plan, microbatches: int) -> tuple[float, float]:
 
 def gather_passes(plan: Plan, moves: Iterable[Move], paths: Container[str]) -> float:
     """How often in a step each layer of these stacks is gathered, on average over bytes."""
-    one = _ring(plan.num_shards) * sum(
+    one = ring(plan.num_shards) * sum(
         _bytes(plan, leaf, plan.precision.compute)
         for leaf in plan.params
         if leaf.path in paths and leaf.split.dim is not None
@@ -133,11 +134,6 @@ def _uses(leaf: Leaf, stacks: Sequence[StackRecord] | None) -> list[StackRecord]
         num_layers = leaf.array.shape[0] if leaf.stacked else 1
         return [StackRecord(num_layers, 0, True, True, 1, 1, 0, 0)] if leaf.stacked else []
     return [stack for stack in stacks if leaf.path in stack.paths]
-
-
-def _ring(num_devices: int) -> float:
-    """The share of an array that each of so many devices sends to gather or scatter it."""
-    return (num_devices - 1) / num_devices
 
 
 def _bytes(plan: Plan, leaf: Leaf, dtype: Any) -> int:
