@@ -11,9 +11,12 @@ import pytest
 from tests import cache
 
 os.environ["JAX_COMPILATION_CACHE_DIR"] = cache.begin()
-# Compiling dominates the suite; LLVM's optimizer is half of it. XLA's own passes, which decide
-# what is stored and moved, stay as they are.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+# Compiling dominates the suite; LLVM's optimizer is half of it, and choosing among kernels a third
+# of it for GPUs. XLA's own passes, which decide what is stored and moved, stay as they are.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_backend_optimization_level=0 --xla_gpu_autotune_level=0"
+)
 
 import jax
 
