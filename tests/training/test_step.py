@@ -68,6 +68,29 @@ def test_weak_types_do_not_compile_twice(sabotage, monkeypatch):
     assert step.jitted._cache_size() == (2 if sabotage else 1)
 
 
+@jax.numpy_dtype_promotion("strict")
+def lower_strictly(loss, **how):
+    """Not with optax's Adam, which promotes the number of its updates."""
+    plan = toy.make_plan(precision="bf16_master", optimizer=optax.sgd(1e-2), **how)
+    step = zj.make_train_step(loss, plan, microbatches=2, skip_nonfinite=True)
+    step.lower(plan.abstract_state, next(toy.batches()))
+
+
+@BOTH
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_no_dtype_is_promoted_unasked(stage, partitioner):
+    lower_strictly(toy.loss_fn, stage=stage, partitioner=partitioner)
+
+
+def test_a_promotion_is_noticed():
+    def promoting(params, batch, key):
+        (loss_sum, weight), aux = toy.loss_fn(params, batch, key)
+        return (loss_sum * batch["target"].sum(), weight), aux
+
+    with pytest.raises(ValueError, match="no available implicit dtype promotion path"):
+        lower_strictly(promoting)
+
+
 @BOTH
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_state_is_donated(stage, partitioner):
