@@ -101,7 +101,7 @@ def test_a_users_function_is_planned_and_compiled(fn, tmp_path, capsys):
     rows = main(Options(fn=fn, compile_seconds=1e-9, microbatches=2, json=out))
     printed, said = capsys.readouterr()
     assert [row.case.stage for row in rows] == [0, 1, 2, 3]
-    assert rows[3].case.rest_bytes == pytest.approx(4 * 64 * 64 * 14 / 8, rel=0.01)
+    assert rows[3].case.plan.rest_bytes() == pytest.approx(4 * 64 * 64 * 14 / 8, rel=0.01)
     assert rows[3].theory_bytes == 4 * 64 * 64 * 7 / 8 * 2 * 6
     assert "own_model:make: 16,384 parameters, bf16_master, own optimizer" in printed
     assert "compiling 1 of at most 4: stage 0" in said
