@@ -51,7 +51,7 @@ def test_for_gpus_that_are_not_here(capsys):
     [
         ({"target": "v100:8"}, ["v100", "h100"]),
         ({"target": "h100:8", "devices": 8}, ["--devices", "--target says how many"]),
-        ({"batch": 12}, ["--batch: 12 rows", "8 devices"]),
+        ({"batch": 12}, ["--batch: 12 rows", "8 data-parallel devices"]),
         ({"layers": 0}, ["--layers: 0 is too few"]),
     ],
 )
