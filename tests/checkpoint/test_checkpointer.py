@@ -435,12 +435,22 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[:-9])
 
 
-@pytest.mark.parametrize("harm", [flip, truncate, pathlib.Path.unlink])
-@pytest.mark.parametrize("what", ["params/d/*", "optimizer/ocdbt*/d/*", "manifest.json", "SHA*"])
-def test_a_damaged_file_is_named_and_the_save_before_is_used(tmp_path, state, plan, what, harm):
-    with zj.Checkpointer(tmp_path, plan) as checkpoints:
+@pytest.fixture(scope="module")
+def two_saves(tmp_path_factory):
+    folder, plan = tmp_path_factory.mktemp("two") / "saves", make_plan("adamw", 8, 3)
+    state = zj.init_state(plan, jax.random.key(0))
+    with zj.Checkpointer(folder, plan) as checkpoints:
         for one in steps(plan, state, [1, 2]):
             checkpoints.save(one)
+    return folder
+
+
+@pytest.mark.parametrize("harm", [flip, truncate, pathlib.Path.unlink])
+@pytest.mark.parametrize("what", ["params/d/*", "optimizer/ocdbt*/d/*", "manifest.json", "SHA*"])
+def test_a_damaged_file_is_named_and_the_save_before_is_used(
+    tmp_path, two_saves, state, plan, what, harm
+):
+    shutil.copytree(two_saves, tmp_path, dirs_exist_ok=True)
     harmed = sorted((tmp_path / "2").glob(what))[0]
     harm(harmed)
     said = rf"{harmed.parent}.*using the save of step 1 in its place"

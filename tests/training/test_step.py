@@ -26,18 +26,25 @@ def compile_events():
     return events
 
 
-@BOTH
-@pytest.mark.parametrize("stage", [0, 2, 3])
+def injected():
+    schedule = optax.cosine_decay_schedule(1e-2, 100)
+    return optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)
+
+
 @pytest.mark.parametrize(
-    "optimizer",
+    ("stage", "partitioner", "optimizer"),  # every pair of values
     [
-        "multisteps",
-        optax.inject_hyperparams(optax.adamw)(learning_rate=optax.cosine_decay_schedule(1e-2, 100)),
+        (0, "manual", "multisteps"),
+        (0, "auto", "injected"),
+        (2, "manual", "injected"),
+        (2, "auto", "multisteps"),
+        (3, "manual", "multisteps"),
+        (3, "auto", "injected"),
     ],
-    ids=["multisteps", "injected"],
 )
 def test_one_compile(stage, partitioner, optimizer):
-    plan = toy.make_plan(stage=stage, partitioner=partitioner, optimizer=optimizer)
+    how = injected() if optimizer == "injected" else optimizer
+    plan = toy.make_plan(stage=stage, partitioner=partitioner, optimizer=how)
     step = zj.make_train_step(toy.loss_fn, plan, microbatches=2)
     state, batch = zj.init_state(plan, jax.random.key(0)), zj.shard_batch(next(toy.batches()), plan)
     state, _ = step(state, batch)
