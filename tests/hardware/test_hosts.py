@@ -233,7 +233,10 @@ def run_plain(tmp_path, source, *signals, within=30):
     """A launcher of 2 processes without JAX, which gets signals once both have said so."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, signal, sys, time\nme = int(os.environ['JAX_PROCESS_ID'])\n" + source
+        "import os, signal, sys, time\nme = int(os.environ['JAX_PROCESS_ID'])\n"
+        # One write a line: those of two processes must not mix.
+        "say = lambda *words: os.write(1, (' '.join(map(str, words)) + chr(10)).encode())\n"
+        + source
     )
     process = launched(script)
     for number in signals:
@@ -248,12 +251,12 @@ def test_the_launcher_passes_a_signal_on_once(tmp_path, number):
     source = f"""
 heard = []
 signal.signal({int(number)}, lambda *_: heard.append(1))
-print("up", flush=True)
+say("up")
 while not heard:
     time.sleep(0.01)
 time.sleep(0.2)
 own = os.getpgrp() == os.getpid()  # the terminal's Ctrl-C would come besides
-print(me, "heard", len(heard), "in its own group", own, flush=True)
+say(me, "heard", len(heard), "in its own group", own)
 sys.exit(128 + {int(number)})
 """
     code, printed, errors = run_plain(tmp_path, source, number)
