@@ -51,4 +51,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # JAX's persistent cache keeps programs for GPUs that are not here, and cannot read them again.
+    jax.config.update("jax_enable_compilation_cache", False)
     main()
