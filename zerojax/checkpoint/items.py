@@ -13,7 +13,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from zerojax.sharding.plan import Plan
-from zerojax.sharding.state import PyTree, TrainState
+from zerojax.sharding.state import TrainState
+from zerojax.tree import PyTree
 
 WEIGHT_ITEMS = ("params", "master")
 ITEMS = (*WEIGHT_ITEMS, "optimizer")  # folders of a save, Orbax's items

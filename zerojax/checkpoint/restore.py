@@ -32,8 +32,9 @@ from zerojax.sharding.axes import DATA, num_shards
 from zerojax.sharding.mesh import make_mesh
 from zerojax.sharding.plan import Plan
 from zerojax.sharding.specs import split
-from zerojax.sharding.state import PyTree, TrainState, owned
+from zerojax.sharding.state import TrainState, owned
 from zerojax.training.checks import check_plan, check_runs
+from zerojax.tree import PyTree
 
 
 def restore(

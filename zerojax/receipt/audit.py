@@ -27,8 +27,9 @@ from zerojax.receipt.traffic import Move, find_moves, sizes_of
 from zerojax.receipt.xla_statistics import compile_with_statistics
 from zerojax.sharding.plan import Plan
 from zerojax.sharding.stage import STATE_KINDS
-from zerojax.sharding.state import PyTree, TrainState
+from zerojax.sharding.state import TrainState
 from zerojax.training.step import Step
+from zerojax.tree import PyTree
 
 
 def audit(

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from zerojax.receipt.hlo import Array, Program
 from zerojax.sharding.stage import STATE_KINDS
-from zerojax.sharding.state import PyTree, TrainState
+from zerojax.sharding.state import TrainState
+from zerojax.tree import PyTree
 
 
 class Input(NamedTuple):

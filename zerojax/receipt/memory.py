@@ -10,8 +10,9 @@ import jax
 
 from zerojax.sharding.plan import Plan
 from zerojax.sharding.stage import KINDS, STATE_KINDS
-from zerojax.sharding.state import PyTree, TrainState
+from zerojax.sharding.state import TrainState
 from zerojax.table import format_bytes, format_table
+from zerojax.tree import PyTree
 
 
 class MemoryRow(NamedTuple):

@@ -13,13 +13,14 @@ import numpy as np
 
 from zerojax.sharding.plan import Plan
 from zerojax.sharding.precision import cast
-from zerojax.sharding.state import PyTree, TrainState
+from zerojax.sharding.state import TrainState
 from zerojax.table import format_table
 from zerojax.training.batch import shard_batch
 from zerojax.training.checks import check_plan, check_runs, check_state
 from zerojax.training.gradients import make_gradients
 from zerojax.training.init import init_state
 from zerojax.training.loss import LossFn, call_loss
+from zerojax.tree import PyTree
 
 
 class LeafDifference(NamedTuple):

@@ -36,8 +36,8 @@ from zerojax.sharding.axes import (
     num_shards,
 )
 from zerojax.sharding.specs import split_dim
+from zerojax.tree import PyTree
 
-PyTree = Any
 # What one device does: (parameters at rest, its rows of the batch, key) -> results.
 PerDevice = Callable[[PyTree, PyTree, jax.Array], PyTree]
 

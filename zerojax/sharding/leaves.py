@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.sharding.axes import DATA
 from zerojax.sharding.specs import Split, split
-from zerojax.sharding.state import PyTree
-from zerojax.tree import PathRule, leaf_path, matches
+from zerojax.tree import PathRule, PyTree, leaf_path, matches
 
 
 class Leaf(NamedTuple):

@@ -19,9 +19,9 @@ from zerojax.sharding.mesh import check_mesh
 from zerojax.sharding.precision import Precision, get_precision
 from zerojax.sharding.specs import format_spec, is_split
 from zerojax.sharding.stage import KINDS, STATE_KINDS, Stage, get_stage
-from zerojax.sharding.state import PyTree, TrainState, new_state
+from zerojax.sharding.state import TrainState, new_state
 from zerojax.table import format_bytes, format_table
-from zerojax.tree import PathRule
+from zerojax.tree import PathRule, PyTree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@
 # Without `from __future__ import annotations`: of a NamedTuple, pdoc cannot read postponed ones.
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,7 @@ import optax
 
 from zerojax.hardware.devices import platform_of
 from zerojax.sharding.precision import Precision, cast
-
-PyTree = Any
+from zerojax.tree import PyTree
 
 
 class TrainState(NamedTuple):

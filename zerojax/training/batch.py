@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from zerojax.sharding.plan import Plan
-from zerojax.sharding.state import PyTree
 from zerojax.training.checks import check_plan, check_rows, check_runs
+from zerojax.tree import PyTree
 
 
 def shard_batch(host_batch: PyTree, plan: Plan) -> PyTree:

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from zerojax.hardware.devices import compile_only
 from zerojax.sharding.plan import Plan
 from zerojax.sharding.specs import format_spec
-from zerojax.sharding.state import PyTree, TrainState
-from zerojax.tree import leaf_path, leaves_with_names
+from zerojax.sharding.state import TrainState
+from zerojax.tree import PyTree, leaf_path, leaves_with_names
 
 
 def check_plan(plan: Plan) -> None:

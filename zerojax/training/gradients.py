@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 from zerojax.engine.weights import Exchange, Weight, step_scope
 from zerojax.sharding.plan import Plan
 from zerojax.sharding.precision import accumulable, cast
-from zerojax.sharding.state import PyTree, TrainState, select
+from zerojax.sharding.state import TrainState, select
 from zerojax.training.loss import LossFn, Sums, call_loss
+from zerojax.tree import PyTree
 
 
 def make_gradients(

@@ -10,9 +10,10 @@ import jax
 import numpy as np
 
 from zerojax.sharding.plan import Plan
-from zerojax.sharding.state import PyTree, TrainState, complete, new_state
+from zerojax.sharding.state import TrainState, complete, new_state
 from zerojax.training.checks import check_plan, check_runs
 from zerojax.training.initial_params import make_leaf, match_params
+from zerojax.tree import PyTree
 
 
 def init_state(plan: Plan, key: jax.Array, params: PyTree | None = None) -> TrainState:

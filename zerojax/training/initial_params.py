@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.sharding.state import PyTree, owned
-from zerojax.tree import is_below, leaf_path, leaves_with_names
+from zerojax.sharding.state import owned
+from zerojax.tree import PyTree, is_below, leaf_path, leaves_with_names
 
 
 def match_params(abstract_params: PyTree, params: PyTree) -> list[Any]:

@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.sharding.precision import accumulable
-from zerojax.tree import leaf_path
-
-PyTree = Any
+from zerojax.tree import PyTree, leaf_path
 
 
 class LossFn(Protocol):

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax.hardware.devices import platform
 from zerojax.sharding.plan import Plan
 from zerojax.sharding.precision import accumulable
-from zerojax.sharding.state import PyTree, TrainState
+from zerojax.sharding.state import TrainState
 from zerojax.training.checks import (
     check_alive,
     check_batch,
@@ -37,6 +37,7 @@ from zerojax.training.gradients import (
 )
 from zerojax.training.loss import LossFn, Sums
 from zerojax.training.update import update
+from zerojax.tree import PyTree
 
 Metrics = dict[str, Any]
 

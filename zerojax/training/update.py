@@ -17,9 +17,10 @@ from zerojax.sharding.collectives import gather_global
 from zerojax.sharding.plan import Plan
 from zerojax.sharding.precision import cast
 from zerojax.sharding.specs import is_split
-from zerojax.sharding.state import PyTree, TrainState, merge, select, strong
+from zerojax.sharding.state import TrainState, merge, select, strong
 from zerojax.training.checks import check_types
 from zerojax.training.gradients import update_specs
+from zerojax.tree import PyTree
 
 
 def update(plan: Plan, state: TrainState, grads: PyTree, loss: jax.Array) -> TrainState:
